@@ -49,6 +49,10 @@ CASES = {
     "reasoning_gym": ("reasoning_gym", {}, {**TASK, "system": "think"}),
     "swe": ("swe", {}, {"prompt": ASK, **FILES}),
     "gui": ("gui", {}, {"prompt": ASK, **PAGE}),
+    "self_play": (
+        *("self_play", {"environment": "rl_agent.recipes.kuhn:Kuhn"}),
+        {"seat": "first", "environment_args": {"deal": "KQ"}},
+    ),
 }
 FOREIGN = {"harness", "verifiers"}
 """Loops whose prompts are written by programs of others; see the tests of harnesses and hubs."""
@@ -90,6 +94,7 @@ def test_the_server_gets_the_prompt_that_was_measured(make_tokenizer, name, fami
     assert (measured, images) == (tuple(server.requests[0].prompt_token_ids), ())
     said = tokenizer.decode(measured)
     shown = {"gym": ["door 7"], "gym with system": ["you play a game", "door 7"], "reasoning_gym": ["think"]}
+    shown["self_play"] = ["Your card: K"]
     assert all(text in said for text in shown.get(name, ["be brief", "add should add"]))
     if kind in ("tool", "swe", "gui") and family == "qwen":
         assert '"parameters"' in said

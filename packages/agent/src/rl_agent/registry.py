@@ -32,7 +32,7 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
 
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass, or such a class.
-            This package ships `single_turn`, `tool`, `gym`, `reasoning_gym`, `verifiers`, `swe`,
+            This package ships `single_turn`, `tool`, `gym`, `self_play`, `reasoning_gym`, `verifiers`, `swe`,
             `gui` and `harness`.
         server: Generator of tokens: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.

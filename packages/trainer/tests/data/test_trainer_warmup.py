@@ -42,10 +42,10 @@ CHAT = [
 ]
 
 
-def test_a_row_may_demonstrate_a_whole_chat(tmp_path, monkeypatch):
+def test_a_row_may_demonstrate_whole_chats(tmp_path, monkeypatch):
     """It is what the model imitates, and the tokenizer has its words."""
     monkeypatch.setattr(warmup, "_run", lambda *_: None)
-    row = {"prompt": CHAT[:1], "reward_model": {"ground_truth": "15"}, "demonstration": CHAT}
+    row = {"prompt": CHAT[:1], "reward_model": {"ground_truth": "15"}, "demonstrations": [CHAT]}
     config = load_config("gym").model.warmup
     warmup.make_small_model(tmp_path, config, [row] * 3, seed=0, timeout_s=1, on_line=lambda line: None)
     assert [json.loads(line)["messages"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()] == [CHAT] * 3

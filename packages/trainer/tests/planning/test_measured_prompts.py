@@ -87,6 +87,10 @@ ROWS = {
     "reasoning_gym": ({}, {"task": "basic_arithmetic", "index": 2, "system": "reason", "prompt": ASKED}),
     "swe": ({}, {"prompt": ASKED, "files": {"a.py": ""}, "tests": {"command": "true"}}),
     "gui": ({"has_screenshots": True}, {"prompt": SHOWN, "images": [URL], "html": "<p>", "check": "1"}),
+    "self_play": (
+        {"environment": "rl_agent.recipes.kuhn:Kuhn"},
+        {"seat": "first", "environment_args": {"deal": "KQ"}, "prompt": ASKED},
+    ),
 }
 """Options and a row of each loop; the rows of those that take images have one."""
 FOREIGN = {"harness", "verifiers"}

@@ -285,7 +285,11 @@ _EPISODES = 10_000
 
 
 def _custom(config: DataConfig, seed: int) -> Datasets:
-    made = named(config.format, _BUILT_IN, group=GROUP, kind=object, key="data.format")(config, seed=seed)
+    make = named(config.format, _BUILT_IN, group=GROUP, kind=object, key="data.format")
+    try:
+        made = make(config, seed=seed)
+    except AgentError as error:
+        raise DataError(str(error)) from error
     for part in ("train", "eval"):
         if not getattr(made, part, None):
             raise DataError(f"data.format={config.format} gave no rows as {part!r}; it must give both train and eval")

@@ -70,8 +70,8 @@ def make_small_model(
         folder: Working folder; gets `untrained/`, `sft.jsonl` and `model/`.
         config: Size and training of the model.
         rows: Training rows whose ground truths are the answers to imitate. With `config.calculator_share` a row's
-            prompt is the expression that the calculator is asked. A row may have a whole chat to imitate instead, in
-            `demonstration`; the tokenizer then has the words of these chats.
+            prompt is the expression that the calculator is asked. A row may have whole chats to imitate instead, in
+            `demonstrations`; the tokenizer then has their words.
         seed: Seeds initialisation and data order.
         timeout_s: Deadline of the supervised training, seconds.
         on_line: Gets each line that `rl-sft` prints.
@@ -87,11 +87,12 @@ def make_small_model(
         )
     untrained, data, model = folder / "untrained", folder / "sft.jsonl", folder / "model"
     choose, width = random.Random(seed), _WIDTH if config.calculator_share else 0
-    chats = [
+    given: list[Any] = [chat for row in rows[: config.num_rows] for chat in row.get("demonstrations", ())]
+    texts = [message["content"] for chat in given for message in chat]
+    chats = given or [
         demonstration(row, has_call=choose.random() < config.calculator_share, width=width)
         for row in rows[: config.num_rows]
     ]
-    texts = [message["content"] for chat in chats for message in chat] if "demonstration" in rows[0] else ()
     with naming(untrained):
         num_tokens = write_tokenizer(untrained, has_calculator=config.calculator_share > 0, texts=texts)
         write_config(untrained, config, num_tokens)
@@ -165,9 +166,7 @@ def ship() -> None:
 
 
 def demonstration(row: Row, *, has_call: bool, width: int = 0) -> list[dict[str, str]]:
-    """The chat that a row demonstrates, or answers it at once, or asks the calculator first and pads to `width`."""
-    if "demonstration" in row:
-        return row["demonstration"]
+    """The chat that answers a row at once, or by asking the calculator first; the answer has `width` characters."""
     result = str(row["reward_model"]["ground_truth"])
     messages: list[dict[str, str]] = list(row["prompt"])
     if has_call:
