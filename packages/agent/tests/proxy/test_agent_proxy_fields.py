@@ -227,13 +227,13 @@ def test_template_variables_arrive_and_separate_conversations():
 def test_sampling_fields_reach_the_server():
     async def use(client):
         await ask(client, temperature=0.5, top_p=0.9, seed=3, extra_body={"top_k": 7})
-        await ask(client, extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0}, presence_penalty=0)
+        await ask(client, extra_body={"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2}, presence_penalty=0.5)
 
     server = says("a", "b")
     with_client(server, use)
     first, second = (request.sampling_params for request in server.requests)
     assert (first.temperature, first.top_p, first.seed, first.top_k) == (0.5, 0.9, 3, 7)
-    assert second.top_k == 0
+    assert (second.top_k, second.min_p, second.repetition_penalty, second.presence_penalty) == (0, 0.1, 1.2, 0.5)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])

@@ -41,6 +41,16 @@ class SamplingParams:
     """Nucleus sampling: probability of the tokens that are kept; 1 keeps all (1904.09751)."""
     top_k: int = 0
     """Number of most likely tokens that are kept; 0 keeps all. Applied after the temperature and before top_p."""
+    min_p: float = 0.0
+    """Drops the tokens that are less likely than this times the most likely one; 0 keeps all. Applied after the
+    temperature and before top_k (2407.01082)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of the tokens that the completion has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the completion has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies others, of the tokens that prompt or completion have; above 0
+    (1909.05858). Penalties come before the temperature."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation, in addition to the model's end-of-sequence ids."""
     ignore_eos: bool = False
@@ -59,6 +69,11 @@ class SamplingParams:
     def is_structured(self) -> bool:
         """Whether it asks for a structured output."""
         return self.json_schema is not None or self.regex is not None or bool(self.choice)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether it has penalties or `min_p`."""
+        return bool(self.min_p or self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
 
 def structure_of(response_format: Any = None, structured_outputs: Any = None) -> dict[str, Any]:

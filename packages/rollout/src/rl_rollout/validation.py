@@ -296,6 +296,10 @@ def check_sampling(request_id: str, params: SamplingParams) -> None:
     need(is_warm or params.temperature == 0, "temperature", f"0 (greedy), or {LEAST_TEMPERATURE} or above")
     need(0 < params.top_p <= 1, "top_p", "above 0 and at most 1")
     need(0 <= params.top_k < SEED_RANGE, "top_k", "0 (off) or above, in 64 bits")
+    need(0 <= params.min_p <= 1, "min_p", "0 (off) to 1")
+    for field in ("presence_penalty", "frequency_penalty"):
+        need(math.isfinite(getattr(params, field)), field, "a finite number")
+    need(0 < params.repetition_penalty < math.inf, "repetition_penalty", "finite and above 0")
     need(all(0 <= i < SEED_RANGE for i in params.stop_token_ids), "stop_token_ids", "token ids, 0 or above, in 64 bits")
     asked = [name for name in ("json_schema", "regex", "choice") if getattr(params, name) not in (None, ())]
     if len(asked) > 1:

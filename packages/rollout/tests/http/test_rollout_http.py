@@ -115,7 +115,7 @@ def test_a_bad_request_in_a_batch_spoils_no_other(site):
         ("/v1/completions", {"prompt": "1+1", "stream_options": {"include_usage": True}}, "stream=true"),
         ("/v1/chat/completions", {"messages": [HI], "max_tokens": 1, "max_completion_tokens": 2}, "one setting"),
         ("/v1/completions", {"prompt": "1+1", "best_off": 2}, "unknown field `best_off`; did you mean 'best_of'"),
-        ("/v1/completions", {"prompt": "1+1", "presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
+        ("/v1/completions", {"prompt": "1+1", "min_p": 1.5}, "min_p=1.5 must be 0 (off) to 1"),
         ("/v1/completions", {"prompt": "1+1", "model": "other"}, "'other' is not served here"),
         ("/v1/completions", {"prompt": "1+1", "stop": [""]}, "must not be empty"),
         ("/v1/completions", {"prompt": "1+1", "prompt_logprobs": 0, "stop": "1"}, "goes without stream and stop"),

@@ -20,11 +20,10 @@ SAMPLING = {
     "temperature": (int, float),
     "top_p": (int, float),
     "top_k": (int,),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), (int, float)),
     "seed": (int,),
 }
 """Fields of `SamplingParams` that requests may set, with their types."""
-NEUTRAL = {"min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)}
-"""Sampling parameters that the servers do not have, with the values that change nothing."""
 SHARED = (*SAMPLING, "model", "stream", "tools", "tool_choice", "chat_template_kwargs")
 """Fields that all endpoints read."""
 WITHOUT_EFFECT = (
@@ -164,11 +163,11 @@ def read_body(
         raise RowError(f"the request is a {type(found).__name__}; a JSON object is needed")
     body = {name: value for name, value in cast("dict[str, Any]", found).items() if value is not None}
     for name, value in body.items():
-        if value not in {**NEUTRAL, **refused}.get(name, (value,)):
+        if value not in refused.get(name, (value,)):
             raise RowError(f"{name}={value!r:.200} is not supported here; leave it out")
     if not isinstance(body.get("stream", False), bool):
         raise RowError(f"stream is {body['stream']!r}; true or false is needed")
-    return body, tuple(name for name in body if name not in {*known, *refused, *NEUTRAL})
+    return body, tuple(name for name in body if name not in {*known, *refused})
 
 
 def read_shared(body: Mapping[str, Any], *limits: str, stop: str, structure: Mapping[str, Any]) -> dict[str, Any]:

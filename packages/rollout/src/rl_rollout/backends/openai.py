@@ -218,6 +218,8 @@ class OpenAIServer(RolloutServer):
         extras: dict[str, Any] = {"return_token_ids": True}
         if params.top_k:
             extras["top_k"] = params.top_k
+        shaping = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+        extras |= {name: value for name in shaping if (value := getattr(params, name)) != shaping[name]}
         if params.stop_token_ids:
             extras["stop_token_ids"] = list(params.stop_token_ids)
         if params.ignore_eos:
@@ -393,7 +395,7 @@ class Gathered:
         if not self._is_finite:
             raise GenerationError(f"request {self.request.request_id!r}: the model's logits are not finite")
         params = self.request.sampling_params
-        is_plain = params.temperature in (0, 1) and params.top_p == 1 and params.top_k == 0
+        is_plain = params.temperature in (0, 1) and params.top_p == 1 and params.top_k == 0 and not params.shapes_logits
         count = len(self.token_ids)
         if not is_aborted and self.finish_reason not in ("stop", "length", "abort"):
             raise GenerationError(

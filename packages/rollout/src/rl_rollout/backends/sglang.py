@@ -182,6 +182,11 @@ class SglangServer(ExternalServer):
                 f"request {request.request_id!r}: SGLang looks at no stop_token_ids where ignore_eos is set; "
                 "leave one of them out"
             )
+        if params.shapes_logits:
+            raise UnsupportedError(
+                f"request {request.request_id!r}: SGLang has no behaviour log-probs for min_p and penalties; leave "
+                "them out, or use vllm or embedded"
+            )
         if params.temperature > 0 and params.top_p < 1:
             raise UnsupportedError(
                 f"request {request.request_id!r}: top_p={params.top_p}: SGLang has no behaviour log-probs for "

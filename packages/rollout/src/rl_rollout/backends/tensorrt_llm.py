@@ -282,10 +282,11 @@ def check_distribution(request: GenerateRequest) -> None:
         UnsupportedError: says which fields may be what.
     """
     params = request.sampling_params
-    if params.temperature not in (0, 1) or params.top_p < 1 or params.top_k > 0:
+    if params.temperature not in (0, 1) or params.top_p < 1 or params.top_k > 0 or params.shapes_logits:
         raise UnsupportedError(
             f"request {request.request_id!r}: TensorRT-LLM returns log-probs of the raw logits, so that temperature="
-            f"{params.temperature}, top_p={params.top_p}, top_k={params.top_k} must be 0 or 1, 1, and 0"
+            f"{params.temperature}, top_p={params.top_p}, top_k={params.top_k} must be 0 or 1, 1, and 0, "
+            "without min_p and penalties"
         )
 
 

@@ -58,8 +58,10 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: Any = None
     echo: Any = None
     best_of: Any = None
@@ -90,8 +92,6 @@ class ChatCompletionMessage(_Common, kw_only=True, forbid_unknown_fields=True):
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "logit_bias": ({},),
     "echo": (False,),
     "best_of": (1,),
@@ -99,6 +99,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """OpenAI's fields that are not supported, with the values at which they are accepted since they change nothing."""
 
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("ignore_eos", "seed"),
+)
+"""Fields of `SamplingParams` that a request may set."""
 
 T = TypeVar("T")
 
@@ -276,9 +281,7 @@ class OpenAIRoutes:
             raise RequestError(
                 f"max_tokens={limit} is above max_model_len={self._max_model_len}, which prompt and completion share"
             )
-        known = {
-            name: message[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed") if name in message
-        }
+        known = {name: message[name] for name in _SAMPLING if name in message}
         known |= structure_of(message.get("response_format"), message.get("structured_outputs"))
         return Call(
             is_chat=is_chat,

@@ -496,6 +496,32 @@ class GenerationConformance:
             wanted = ordered.log_softmax(-1).gather(-1, place)[:, 0]
             torch.testing.assert_close(torch.tensor(output.logprobs), wanted, atol=1e-4, rtol=0)
 
+    def test_penalties_and_min_p_are_in_the_logprobs(self, served: Served) -> None:
+        """Penalties of what prompt and completion have, then the temperature, then min-p (2407.01082)."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(served.model_path, trust_remote_code=False).eval()
+        prompt, settings = (5, 6, 7), {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.3}
+        try:
+            output = served.generate(
+                prompt, temperature=0.7, min_p=0.05, max_new_tokens=40, ignore_eos=True, **settings
+            )
+        except UnsupportedError:
+            return
+        ids = (*prompt, *output.token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+        for step, row in enumerate(logits):
+            for token in set(ids[: len(prompt) + step]):
+                row[token] *= 1 / 1.3 if row[token] > 0 else 1.3
+            for token in set(output.token_ids[:step]):
+                row[token] -= 0.4 + 0.3 * output.token_ids[:step].count(token)
+        probs = (logits / 0.7).softmax(-1)
+        probs[probs < 0.05 * probs.amax(-1, keepdim=True)] = 0.0
+        wanted = (probs / probs.sum(-1, keepdim=True)).log().gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), wanted, atol=1e-4, rtol=0)
+
     def test_a_structured_output_is_one_of_the_choices(self, served: Served) -> None:
         """Log-probs are the model's where the server says so; restricted ones are of fewer tokens, so not lower."""
         from transformers import AutoTokenizer
@@ -575,6 +601,7 @@ class GenerationConformance:
         expect(RequestError, lambda: served.generate((5, 10**9)), str(10**9))
         expect(RequestError, lambda: served.generate(temperature=-1.0), "temperature")
         expect(RequestError, lambda: served.generate(top_p=0.0), "top_p")
+        expect(RequestError, lambda: served.generate(repetition_penalty=0.0), "repetition_penalty")
         expect(RequestError, lambda: served.generate(max_new_tokens=0), "max_new_tokens")
         assert same_tokens(served.generate(), good)
 

@@ -12,7 +12,7 @@ from rl_rollout.backends.embedded.grammar import restricted
 from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
 from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept
 from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
-from rl_rollout.backends.embedded.model.sampler import cut
+from rl_rollout.backends.embedded.model.sampler import cut, shaped
 from rl_rollout.backends.embedded.output_processor import note_tokens
 from rl_rollout.errors import GenerationError
 
@@ -146,6 +146,11 @@ class StepRunner:
         is_greedy = table.is_greedy[which] if self._special.greedy else None
         place = {} if self._special.are_plain else dict(zip(drawn.tolist(), range(count), strict=True))
         structured = [(place[s.row], matcher) for s, matcher in self._special.structured.items() if s.row in place]
+        for sequence in self._special.shaped:
+            if sequence.row in place:
+                start, length = sequence.completion_start, int(table.lengths_host[sequence.row])
+                tokens, its = table.tokens[sequence.row, :length], place[sequence.row]
+                logits[its] = shaped(logits[its], tokens[:start], tokens[start:], sequence.request.sampling_params)
         scaled = logits / temperature[:, None] if structured else logits
         if structured:
             logits = restricted(logits, structured)

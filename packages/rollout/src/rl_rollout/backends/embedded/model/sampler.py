@@ -1,12 +1,18 @@
-"""Sampler: top-k and top-p of each row, and seeds of requests that bring none. The draw is `rl_csrc.sampling`.
+"""Sampler: penalties and truncation of each row, and seeds of requests without one. The draw is `rl_csrc.sampling`.
 
 Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rl_rollout.types import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _ODD = 0xBF58476D1CE4E5B9
@@ -33,6 +39,28 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     in_nucleus = (mass_before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0)
     ordered = ordered.masked_fill(~in_nucleus, float("-inf"))
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+
+def shaped(logits: Tensor, prompt: Tensor, completion: Tensor, params: SamplingParams) -> Tensor:
+    """Logits [V] of one row after penalties and `min_p`.
+
+    Args:
+        logits: [V] float32.
+        prompt: [P] int64.
+        completion: [C] int64.
+        params: Its sampling parameters.
+    """
+    seen = torch.cat([prompt, completion]).unique()
+    kept = logits[seen]
+    factor = params.repetition_penalty
+    logits = logits.index_copy(0, seen, torch.where(kept > 0, kept / factor, kept * factor))
+    told, counts = completion.unique(return_counts=True)
+    less = params.presence_penalty + params.frequency_penalty * counts
+    logits = logits.index_add(0, told, -less.to(logits.dtype))
+    if params.min_p and params.temperature:
+        least = logits.max() + params.temperature * math.log(params.min_p)
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return logits
 
 
 def cut(

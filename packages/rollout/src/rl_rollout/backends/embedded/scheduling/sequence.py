@@ -159,6 +159,12 @@ class SequenceState:
         return range(start, end) if end - start >= self.told_every else range(0)
 
     @property
+    def completion_start(self) -> int:
+        """Position of its first completion token; one of the prompt where it resumes what was begun elsewhere."""
+        spans, end = self.request.sampled_spans, len(self.prompt)
+        return spans[-1][0] if spans and spans[-1][1] == end else end
+
+    @property
     def truncates(self) -> bool:
         """Whether it asks for top-k or top-p sampling."""
         params = self.request.sampling_params
@@ -222,13 +228,15 @@ class SpecialSequences:
     """Sequences with a LoRA adapter."""
     reading: set[SequenceState] = field(default_factory=set[SequenceState])
     """Sequences that asked for extra outputs."""
+    shaped: set[SequenceState] = field(default_factory=set[SequenceState])
+    """Sequences with penalties or min-p."""
     structured: dict[SequenceState, Matcher] = field(default_factory=dict["SequenceState", "Matcher"])
     """Sequences with a structured output, and their matchers."""
 
     @property
     def are_plain(self) -> bool:
         """Whether a step has nothing to do for them but sampling at a temperature."""
-        return not (self.truncating or self.reading or self.structured)
+        return not (self.truncating or self.reading or self.structured or self.shaped)
 
     def add(self, admitted: Sequence[SequenceState]) -> None:
         """Sort sequences that have entered the batch."""
@@ -237,11 +245,12 @@ class SpecialSequences:
         self.greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
         self.adapted.update(s for s in admitted if s.request.adapter is not None)
         self.reading.update(s for s in admitted if s.reads_prompt or s.reads_steps)
+        self.shaped.update(s for s in admitted if s.request.sampling_params.shapes_logits)
         self.structured.update((s, s.matcher) for s in admitted if s.matcher is not None)
 
     def discard(self, sequence: SequenceState) -> None:
         """Remove a sequence that has ended."""
-        for each in (self.streaming, self.truncating, self.greedy, self.adapted, self.reading):
+        for each in (self.streaming, self.truncating, self.greedy, self.adapted, self.reading, self.shaped):
             each.discard(sequence)
         self.structured.pop(sequence, None)
 
