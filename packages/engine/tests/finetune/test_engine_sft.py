@@ -38,6 +38,11 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+def logged(lines):
+    """Lines of steps with metrics: a slow run says between them how long it will take."""
+    return [line for line in lines if line.startswith("step") and not line.endswith("to go")]
+
+
 @pytest.mark.process
 def test_it_learns_and_saves_a_folder_that_loads(tmp_path, model):
     data = write(tmp_path / "data.jsonl", [chat(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)])
@@ -52,7 +57,7 @@ def test_it_learns_and_saves_a_folder_that_loads(tmp_path, model):
         "8192 tokens"
     )
     assert lines[1] == "a turn ends at <eos> (1)"
-    assert len(lines) == 8
+    assert len(logged(lines)) == 6
     assert lines[-1].startswith("step 60/60  loss ")
     assert outcome.metrics["loss"] < 0.7  # 4.4 at first
     assert (outcome.steps, outcome.num_rows) == (60, 25)
@@ -338,7 +343,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model):
     again = []
     assert train(resumable(tmp_path / "b", model, resume=True), again.append).steps == 8
     assert again == ["resumed after step 8, the last"]
-    losses = [[line.split("  ")[:4] for line in lines if line.startswith("step")] for lines in (straight, stopped)]
+    losses = [[line.split("  ")[:4] for line in logged(lines)] for lines in (straight, stopped)]
     assert losses[1][6:] == losses[0][4:]
     measured = [[json.loads(line)["metrics"] for line in metrics_of(tmp_path / name)] for name in "ab"]
     assert [each["loss"] for each in measured[0]] == pytest.approx([each["loss"] for each in measured[1]])
