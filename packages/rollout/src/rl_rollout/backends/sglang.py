@@ -12,6 +12,7 @@ import base64
 import json
 import math
 import pickle
+import re
 import socket
 import sys
 from collections import OrderedDict
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
-    from rl_rollout.types import GenerateRequest, ServerConfig, ServerParallel
+    from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig, ServerParallel
 
 OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m sglang.launch_server",
@@ -64,6 +65,8 @@ SEED_ARGUMENT = "--enable-deterministic-inference"
 SLEEP_ARGUMENT = "--enable-memory-saver"
 VISION_ARGUMENTS = ("--mm-preprocess-cache-size-mb", "256")
 """Arguments of the cache with which SGLang keeps token ids of image prompts; without, it re-tokenises them."""
+GRAMMAR_ARGUMENT = "--grammar-backend"
+"""Argument with which SGLang gets a tokenizer too, and so structured outputs; token ids go in and out all the same."""
 FEATURES_VARIABLE = "SGLANG_VLM_CACHE_SIZE_MB"
 """Variable with the size of the image-feature cache, which SGLang 0.5.23 does not clear after a weight update."""
 QWEN2_5_PATCH = 1176
@@ -133,7 +136,13 @@ class SglangServer(ExternalServer):
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
             takes_slices=not self.adapters,
+            structured="restricted" if self._has_tokenizer else "none",
         )
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        """Whether SGLang gets a tokenizer, which structured outputs need: without, it turns its grammars off."""
+        return GRAMMAR_ARGUMENT in self.arguments
 
     def _environment(self) -> dict[str, str]:
         if not self._has_vision:
@@ -155,7 +164,8 @@ class SglangServer(ExternalServer):
             *("--host", "127.0.0.1", "--port", str(self._port), "--dtype", config.dtype),
             *(() if config.device == "auto" else ("--device", config.device)),
             *("--random-seed", str(config.seed), "--context-length", str(self._context)),
-            *("--max-running-requests", str(config.max_num_seqs), "--skip-tokenizer-init"),
+            *("--max-running-requests", str(config.max_num_seqs)),
+            *(() if self._has_tokenizer else ("--skip-tokenizer-init",)),
             *(VISION_ARGUMENTS if self._has_vision else ()),
             *self._layout,
             *("--custom-weight-loader", LOADER, *lora_arguments(list(self.adapters.values())), *self.arguments),
@@ -205,6 +215,7 @@ class SglangServer(ExternalServer):
             "top_k": params.top_k or -1,
             "stop_token_ids": self.limits.stop_ids(request),
             "ignore_eos": params.ignore_eos,
+            **structured_fields(params),
         }
         if params.seed is not None:
             sampling["sampling_seed"] = params.seed
@@ -348,6 +359,14 @@ def check_prompt_length(request: GenerateRequest, answer: Mapping[str, Any]) -> 
             f"request {request.request_id!r}: SGLang made {told} tokens of a prompt that has {ours} with its images "
             "written out; see that its transformers and its image processor are those of the model"
         )
+
+
+def structured_fields(params: SamplingParams) -> dict[str, Any]:
+    """SGLang's fields for a structured output; none for other text."""
+    if params.choice:
+        return {"regex": "|".join(f"(?:{re.escape(each)})" for each in params.choice)}
+    asked = {"json_schema": params.json_schema, "regex": params.regex}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def is_cut(request: GenerateRequest) -> bool:

@@ -18,12 +18,13 @@ from rl_rollout import (
     GenerationError,
     ModelFolderError,
     RequestError,
+    SamplingParams,
     ServerConfig,
     ServerStartError,
     UnsupportedError,
     create_server,
 )
-from rl_rollout.backends.sglang import lora_arguments, read_answer, session_payload
+from rl_rollout.backends.sglang import lora_arguments, read_answer, session_payload, structured_fields
 from rl_rollout.testing import ServerConformance
 
 
@@ -182,6 +183,29 @@ def test_what_it_cannot_do_is_refused(qwen3_folder):
         create_server("sglang", ServerConfig(model_path=str(qwen3_folder), kv_cache_bytes=1))
     can = create_server("sglang", fake_sglang_config(qwen3_folder)).capabilities
     assert (can.sleep_levels, can.is_seeded, can.has_adapters) == ((), False, False)
+
+
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        ({}, {}),
+        ({"json_schema": '{"type": "object"}'}, {"json_schema": '{"type": "object"}'}),
+        ({"regex": "[a-c]+"}, {"regex": "[a-c]+"}),
+        ({"choice": ("yes", "n.o")}, {"regex": r"(?:yes)|(?:n\.o)"}),
+    ],
+)
+def test_a_structure_is_a_field_of_its_sampling_params(params, fields):
+    assert structured_fields(SamplingParams(**params)) == fields
+
+
+@pytest.mark.parametrize(
+    ("arguments", "structured"), [((), "none"), (("--grammar-backend", "xgrammar"), "restricted")], ids=["none", "own"]
+)
+def test_structured_outputs_take_a_tokenizer(qwen3_folder, arguments, structured):
+    """Without one SGLang turns its grammars off; log-probs are of what was sampled from."""
+    server = create_server("sglang", fake_sglang_config(qwen3_folder, *arguments))
+    assert server.capabilities.structured == structured
+    assert ("--skip-tokenizer-init" in server.process.command) == (structured == "none")
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
