@@ -203,11 +203,13 @@ def test_memory_of_all_processes_is_bounded(with_kind):
     assert results[1].output == "on\n"
 
 
-def test_one_process_does_not_take_more_memory(with_kind):
+def test_one_process_does_not_take_more_memory(with_kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     results, _ = ran(with_kind, "python3 -c 'x = bytearray(600 << 20); print(len(x))'", "echo on")
     assert results[0].kind in ("memory", "error", "died")
     assert str(600 << 20) not in results[0].output
     assert results[1].output == "on\n"
+    assert not [*tmp_path.iterdir()], "podman's monitor leaves a file where it runs"
 
 
 def test_a_fork_bomb_ends_at_its_deadline(with_kind):

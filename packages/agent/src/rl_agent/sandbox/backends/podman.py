@@ -11,6 +11,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -95,7 +96,8 @@ class PodmanSandboxes(SandboxKind):
         if spec.folder is not None:
             options += [f"--volume={spec.folder}:{spec.workdir}", f"--workdir={spec.workdir}"]
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(_container(name, [*options, image]))
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-agent-"))
+            await stack.enter_async_context(_container(name, [*options, image], scratch))
             where = await _podman("inspect", "--format", "{{.State.Pid}} {{.Config.WorkingDir}}", name)
             pid, _, workdir = where.strip().partition(" ")
             if spec.service is not None and self.network == "proxy":
@@ -160,7 +162,7 @@ def _kill_beside(pid: int) -> None:
 
 
 @asynccontextmanager
-async def _container(name: str, options: Sequence[str]) -> AsyncGenerator[None]:
+async def _container(name: str, options: Sequence[str], folder: str) -> AsyncGenerator[None]:
     """A container whose first process reaps the others, and ends with this process, when it has no more to read."""
     process = await asyncio.create_subprocess_exec(
         *("podman", "run", *options, "bash", "-c", "echo ready; read"),
@@ -168,6 +170,7 @@ async def _container(name: str, options: Sequence[str]) -> AsyncGenerator[None]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
+        cwd=folder,  # conmon leaves a file there when a container is out of memory
     )
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
