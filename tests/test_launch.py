@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rl_trainer.config import load_config
-from rl_trainer.planning.placement import pools_of
+from rl_trainer.planning.gpus import pools_of
 from rl_trainer.runtime.network import free_address
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "guides" / "multi-node.md").read_text()
 
 def gpus_of(recipe):
     config = load_config(recipe, ["data.path=there", "model.path=there"])
-    return sum(pool.num_gpus for pool in pools_of(config)), config
+    return sum(pool.num_workers * pool.num_gpus for pool in pools_of(config)), config
 
 
 @pytest.mark.process

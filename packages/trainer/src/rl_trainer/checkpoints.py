@@ -319,10 +319,7 @@ def _time_of(line: str) -> float:
 def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = False) -> None:
     """Check that an output folder does not hold another run.
 
-    Args:
-        config: Configuration of the run.
-        output_dir: The folder.
-        is_resumed: The run goes on with what is there, from the start if that had no checkpoint yet.
+    `is_resumed`: the run goes on with what is there, from the start if that had no checkpoint yet.
 
     Raises:
         InputError: says which is there.
@@ -353,10 +350,7 @@ def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = Fal
 def check_resume(config: Config, num_rows: int, *, is_known_whole: bool = False) -> None:
     """Check that the checkpoint to resume from is whole, has steps left, and was made of the same prompts.
 
-    Args:
-        config: Configuration of the run.
-        num_rows: Rows of its data.
-        is_known_whole: Its files have been compared with their digests a moment ago.
+    `is_known_whole`: its files have been compared with their digests a moment ago.
 
     Raises:
         InputError: it is not, or the order of prompts would be another one.
@@ -386,10 +380,7 @@ def check_resume(config: Config, num_rows: int, *, is_known_whole: bool = False)
 def check_inputs(config: Config, datasets: Datasets, *, is_forced: bool = False) -> list[str]:
     """Check that the run reads what the checkpoint's run read; the names of what differs, if that is asked for.
 
-    Args:
-        config: Configuration of the run, with the policy's folder if that is complete.
-        datasets: Its rows; a stream is read up to the position of the checkpoint, where the run goes on.
-        is_forced: Go on in spite of differences.
+    A stream is read up to the position of the checkpoint, where the run goes on.
 
     Raises:
         InputError: something differs, and `is_forced` is false.

@@ -115,12 +115,8 @@ async def sample(
 ) -> list[Problem]:
     """Sample every held-out row `num_samples` times, at `rollout.eval_temperature` (one) or `rollout.temperature`.
 
-    Args:
-        config: Prepared by `prepare_policy`; the tokenizer of `model.path` is used even where another server answers.
-        data: Its rows.
-        num_samples: Completions per row.
-        url: A server that runs already; None starts one as the configuration says.
-        num_rows: Take the first so many held-out rows; None takes all.
+    `config` is prepared by `prepare_policy`; the tokenizer of `model.path` is used even where a server at `url`
+    answers.
     """
     rows = data.eval[:num_rows]
     places = [data.where(index, is_eval=True) for index in range(len(rows))]

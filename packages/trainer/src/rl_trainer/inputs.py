@@ -33,9 +33,7 @@ def digest_inputs(config: Config, datasets: Datasets) -> dict[str, str]:
     Rows count as they were read, in their order; a stream by the rows that it gave last. The 256 KiB that are read of a
     file of weights tell models apart, and not two files of which a few numbers differ.
 
-    Args:
-        config: Configuration with folders in place of the hub's names.
-        datasets: Rows of the run.
+    The configuration has folders in place of the hub's names.
     """
     found = {"training rows": digest_rows(datasets.train)} if datasets.stream is None else {}
     found["held-out rows"] = digest_rows(datasets.eval)

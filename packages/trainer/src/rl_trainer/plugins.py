@@ -122,13 +122,7 @@ def named(
 ) -> T:
     """Look up a plug-in of one kind: one of `known`, or loaded by `find`.
 
-    Args:
-        name: Value of the key.
-        known: Shipped plug-ins by name.
-        group: Entry point group.
-        kind: Its type.
-        key: For messages.
-        make: Wraps a plain function; None: a function is refused.
+    `make` wraps a plain function, which is refused without it.
 
     Raises:
         ConfigError: there is none (lists what there is), or it is something else.

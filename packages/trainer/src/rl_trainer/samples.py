@@ -39,9 +39,7 @@ def file_of(folder: Path, step: int) -> Path:
 def write_samples(path: Path, columns: Mapping[str, Tensor | list[Any]]) -> int:
     """Write a step's samples atomically; returns the bytes on disk.
 
-    Args:
-        path: The file.
-        columns: A row per sample: jagged tensors, tensors, or lists.
+    Columns are jagged tensors, tensors or lists, with a row per sample.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -81,10 +79,7 @@ def steps_of(run: str | Path) -> list[int]:
 def read_samples(run: str | Path, *, steps: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> Any:
     """The samples of a run as one `pyarrow.Table`, with a column `step` before the others.
 
-    Args:
-        run: The run's `output_dir`.
-        steps: Which; all if None.
-        columns: Which; all if None.
+    Of all steps, and all columns, unless some are named.
 
     Raises:
         DataError: the run kept none, or not those of a step, or pyarrow is not installed.

@@ -8,8 +8,7 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.metrics import HeldGroup, StepRecord
 from rl_trainer.pipeline.elastic import Elastic, Load, WaitShare, create_policy
-from rl_trainer.planning.gpus import resource_pools
-from rl_trainer.planning.placement import placement_facts
+from rl_trainer.planning.gpus import placement_facts, resource_pools
 from rl_trainer.planning.plan import make_plan
 
 AHEAD = ["pipeline=fully_async", "rollout.elastic.max_replicas=4"]

@@ -22,9 +22,8 @@ from rl_trainer.loop import score
 from rl_trainer.metrics import PhaseTimer
 from rl_trainer.pipeline.roles import critic_config, frozen_config, model_facts
 from rl_trainer.planning import gpus
-from rl_trainer.planning.gpus import check_gpus, resource_pools
+from rl_trainer.planning.gpus import check_gpus, placement_facts, pools_of, resource_pools
 from rl_trainer.planning.memory import memory_of_pools, memory_plan, stored_parameters
-from rl_trainer.planning.placement import placement_facts, pools_of
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.planning.preflight import check_engines
 from rl_trainer.run import run
@@ -40,7 +39,7 @@ RATES |= {"mean_tokens": "400"}
 
 
 def pools(*overrides):
-    return {pool.name: (pool.num_workers, pool.gpus_per_worker, pool.roles) for pool in pools_of(of(*overrides))}
+    return {pool.name: (pool.num_workers, pool.num_gpus, pool.roles) for pool in pools_of(of(*overrides))}
 
 
 def of(*overrides):

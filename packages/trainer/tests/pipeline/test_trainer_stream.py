@@ -64,14 +64,16 @@ def test_updates_are_scored_before_them_while_others_generate():
 
 def test_the_plan_reports_when_streamed_mini_batches_are_used():
     def said(*overrides):
-        return dict(make_plan(config(*overrides)).lines())["mini-batches as they come"]
+        return dict(make_plan(config(*overrides)).lines(config(*overrides)))["mini-batches as they come"]
 
     assert said() == "scored and learned from"
     assert said("algorithm.old_logprobs=recompute") == (
         "scored; learned from once all are (algorithm.old_logprobs=recompute)"
     )
     assert "its own teacher" in said("algorithm.loss=distill", "teacher.context=The answer is {ground_truth}")
-    assert "mini-batches as they come" not in dict(make_plan(config("batch.stream=false")).lines())
+    assert "mini-batches as they come" not in dict(
+        make_plan(config("batch.stream=false")).lines(config("batch.stream=false"))
+    )
 
 
 def test_a_failed_group_is_replaced_within_its_step():

@@ -33,9 +33,8 @@ from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.components import Components
 from rl_trainer.pipeline.rollout_source import PARTITION, RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.gpus import gpu_pools, named, why_apart
+from rl_trainer.planning.gpus import gpu_pools, named, placement_facts, pools_of, why_apart
 from rl_trainer.planning.memory import memory_facts, memory_of_pools
-from rl_trainer.planning.placement import placement_facts, pools_of
 from rl_trainer.samples import read_samples, steps_of
 from rl_trainer.workers.agent import GroupReport
 from rl_trainer.workers.engine_worker import AdvantageReport, UpdateReport
@@ -147,11 +146,6 @@ _ADVICE = {
 
 def simulate(config: Config, rates: Rates, *, seed: int = 0) -> Forecast:
     """Run the training loop on a computed clock.
-
-    Args:
-        config: Configuration of the run: schedule, sizes, replicas and what the algorithm scores are read from it.
-        rates: Speeds of its parts.
-        seed: Seed of the lengths of completions.
 
     Raises:
         ConfigError: the configuration has what is not simulated.
@@ -678,16 +672,17 @@ def node_facts(
     used, told = [0] * num_nodes, [list[str]() for _ in range(num_nodes)]
     for pool in pools_of(config):
         known, placed = memory.get(pool.name, {}), dict[int, int]()
-        for _ in range(pool.num_workers if pool.gpus_per_worker else 0):
-            node = next((n for n in range(num_nodes) if used[n] + pool.gpus_per_worker <= gpus_per_node), None)
+        num_gpus = round(pool.num_gpus)
+        for _ in range(pool.num_workers if num_gpus else 0):
+            node = next((n for n in range(num_nodes) if used[n] + num_gpus <= gpus_per_node), None)
             if node is None:
                 raise PlanError(
-                    f"no node has {pool.gpus_per_worker} GPUs left for a process of pool {pool.name!r}: "
+                    f"no node has {num_gpus} GPUs left for a process of pool {pool.name!r}: "
                     f"{', '.join(map(str, used))} of {gpus_per_node} are taken on {num_nodes} nodes; take more nodes, "
                     "or sizes that fill them"
                 )
-            used[node] += pool.gpus_per_worker
-            placed[node] = placed.get(node, 0) + pool.gpus_per_worker
+            used[node] += num_gpus
+            placed[node] = placed.get(node, 0) + num_gpus
         roles = ", ".join(f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
         for node, count in placed.items():
             gpus = f"GPU {used[node] - 1}" if count == 1 else f"GPUs {used[node] - count}-{used[node] - 1}"

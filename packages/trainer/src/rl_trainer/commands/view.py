@@ -64,10 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def page(run: str | Path, *, against: str | Path | None = None, budget_bytes: int = 64_000_000) -> str:
     """The page of a run.
 
-    Args:
-        run: Its `output_dir`.
-        against: Another run's, for comparison.
-        budget_bytes: Most bytes of samples; steps are left out evenly.
+    Where samples take more than `budget_bytes`, steps are left out evenly.
 
     Raises:
         DataError: the folder holds no run.
@@ -84,10 +81,6 @@ def page(run: str | Path, *, against: str | Path | None = None, budget_bytes: in
 
 class LivePage:
     """The page of a run that goes on: its parts as they are asked for.
-
-    Args:
-        run: Its `output_dir`.
-        against: Another run's, for comparison.
 
     Raises:
         DataError: a folder holds no run.

@@ -704,9 +704,6 @@ class RewardPart:
     def check(self, key: str) -> None:
         """Check that every key does something with this kind.
 
-        Args:
-            key: Of this part, `reward.parts.NAME`.
-
         Raises:
             PlanError: one does nothing, is missing, or cannot be meant.
         """

@@ -94,10 +94,7 @@ def location(rows: object, index: int, *, kind: str = "row") -> str:
 def load_datasets(config: DataConfig, *, seed: int, agent: AgentSection | None = None) -> Datasets:
     """Load training and held-out rows; of a stream only the held-out ones.
 
-    Args:
-        config: Configuration of the data.
-        seed: Seed of the run.
-        agent: Agents, whose `environment` gives the rows where no other source is set.
+    `agent.environment` gives the rows where no other source is set.
 
     Raises:
         DataError: a file is missing, or a row lacks a field (names the file and the row number, from 1).
@@ -494,11 +491,7 @@ class StreamedRows:
     `rows[index]` reads on to that place. What lies before it is gone through without being parsed, from the beginning
     if the place has been passed; so a run that resumes costs one pass over what it had read of the epoch, not memory.
 
-    Args:
-        source: The records.
-        make: Makes a row of a record and of where it stands.
-        seed: Seed of the shuffle.
-        buffer_size: Records that the window holds; 1 keeps the order of the source.
+    A `buffer_size` of 1 keeps the order of the source.
     """
 
     def __init__(

@@ -79,12 +79,7 @@ CHATS = ("prompt", "messages", "completion", "chosen", "rejected", "tools")
 
 
 def without_filled(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Record of a table without the nulls in chats and tools that Arrow fills in: fields that other rows have.
-
-    Args:
-        record: The record.
-        columns: Its names by ours, by `data.options.columns`.
-    """
+    """Record of a table without the nulls in chats and tools that Arrow fills in: fields that other rows have."""
     chats = {*CHATS, *(theirs for ours, theirs in columns.items() if ours in CHATS)}
     return {name: without_nulls(value) if name in chats else value for name, value in record.items()}
 
@@ -314,10 +309,6 @@ def reasoning_gym_options(config: DataConfig) -> ReasoningGymOptions:
 
 def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
     """Check the options of the built-in formats; those of others are theirs to check.
-
-    Args:
-        config: Configuration of the data.
-        uses_datasets: Whether some rows come by the datasets package.
 
     Raises:
         ConfigError: as `record_options`.

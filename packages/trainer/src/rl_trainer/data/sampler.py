@@ -88,15 +88,7 @@ class PromptOrder(Order):
 
 
 class MixtureOrder(Order):
-    """Mixture sampler: draws a part by weight, then that part's next row; each part has its own epochs.
-
-    Args:
-        parts: The part of every row, by its name.
-        weights: Weight of each part: its rows are drawn in this proportion, however many there are.
-        seed: Seed of the draws and of every part's shuffle.
-        position: Indices drawn so far.
-        returned: As for every order.
-    """
+    """Mixture sampler: draws a part by weight, then that part's next row; each part has its own epochs."""
 
     def __init__(
         self,
@@ -143,14 +135,7 @@ class CurriculumOrder(Order):
     excluded) is taken again with probability `revisit` only, since the policy changes. An epoch without any row is
     followed by one that takes all.
 
-    Args:
-        num_rows: Rows of the dataset.
-        seed: Seed of the order, and of the choice which row is tried again.
-        low: Mean reward of a group up to which a row is too hard.
-        high: Mean reward from which it is too easy.
-        revisit: Probability that such a row is taken all the same.
-        position: Places gone through so far, those of rows that were passed over too.
-        returned: As for every order.
+    The position counts rows that were passed over, too.
     """
 
     def __init__(
@@ -198,13 +183,8 @@ class CurriculumOrder(Order):
 class StreamOrder(Order):
     """Stream sampler: one row after the other, without those whose prompts are too long.
 
-    Args:
-        rows: The rows, in their own order.
-        measure: Tokens of each prompt.
-        longest: Longer prompts are passed over and counted in `num_too_long`.
-        drops: Pass over rows that cannot be used, and count them in `num_bad`.
-        position: Rows gone through so far.
-        returned: As for every order.
+    Prompts of more than `longest` tokens are passed over and counted in `num_too_long`; with `drops` so are rows that
+    cannot be used, in `num_bad`.
 
     Raises (when it is drawn from):
         DataError: no row of a whole epoch is short enough.

@@ -66,15 +66,9 @@ def make_small_model(
 ) -> Path:
     """Build the model under `folder` and teach it a little, or take the one that is shipped; returns its folder.
 
-    Args:
-        folder: Working folder; gets `untrained/`, `sft.jsonl` and `model/`.
-        config: Size and training of the model.
-        rows: Training rows whose ground truths are the answers to imitate. With `config.calculator_share` a row's
-            prompt is the expression that the calculator is asked. A row may have whole chats to imitate instead, in
-            `demonstrations`; the tokenizer then has their words.
-        seed: Seeds initialisation and data order.
-        timeout_s: Deadline of the supervised training, seconds.
-        on_line: Gets each line that `rl-sft` prints.
+    `folder` gets `untrained/`, `sft.jsonl` and `model/`. The ground truths of `rows` are the answers to imitate; with
+    `config.calculator_share` a prompt is the expression that the calculator is asked. A row may have whole chats to
+    imitate instead, in `demonstrations`; the tokenizer then has their words.
 
     Raises:
         InputError: there are no rows.

@@ -136,15 +136,7 @@ class Lender(Protocol):
 
 
 class Elastic:
-    """Has a replica set follow a policy.
-
-    Args:
-        section: Bounds and policy.
-        replicas: Rollout replicas.
-        num_replicas: That the run begins with.
-        batch_size: Groups of a step.
-        weights: Lends the engine's GPUs, where `section.lend` says so.
-    """
+    """Has a replica set follow a policy."""
 
     def __init__(
         self,

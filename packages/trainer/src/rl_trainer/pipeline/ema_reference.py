@@ -23,16 +23,7 @@ FOLDER = "reference"
 
 
 class EmaReference:
-    """EMA reference: averages the policy's weights into the reference's.
-
-    Args:
-        actor: The policy.
-        reference: The reference engine.
-        section: Decay and period.
-        folder: Where the averaged weights are written; the newest stay.
-        start: Folder of the reference's first weights.
-        is_offloaded: Whether the reference is offloaded after an average.
-    """
+    """EMA reference: averages the policy's weights into the reference's."""
 
     def __init__(
         self,

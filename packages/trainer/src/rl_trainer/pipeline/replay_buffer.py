@@ -45,12 +45,7 @@ class Used:
 class Replay:
     """Replay buffer: the groups that may be learned from again.
 
-    Args:
-        section: Share of a batch, and highest age.
-        batch_size: Groups of a step.
-        seed: Seed of the run, which seeds the draws.
-        queue: Has the rows.
-        copy: `(rows, partition) -> rows`: copies of the rows, so that a step may write columns to them.
+    `copy` gives copies of rows in a partition, so that a step may write columns to them.
     """
 
     def __init__(

@@ -165,13 +165,7 @@ class AgentReplicas:
 
 
 class SomeSamples:
-    """Keeps a few groups of a few steps. An agent worker writes them, so that it takes no process.
-
-    Args:
-        agents: The workers, on the machine of the folder.
-        folder: Folder of the files.
-        num_steps: Steps of the run.
-    """
+    """Keeps a few groups of a few steps. An agent worker writes them, so that it takes no process."""
 
     def __init__(self, agents: AgentReplicas, folder: Path, num_steps: int) -> None:
         self._agents, self._folder = agents, folder

@@ -113,18 +113,8 @@ class StopRequestedError(Exception):
 class RolloutSource:
     """Rollout source: releases prompts as the queue admits, and gives batches of complete groups.
 
-    Args:
-        agents: Roll prompts out, and put complete groups into `PARTITION`.
-        rows: Prompts by number.
-        order: Sampler of the prompts.
-        queue: Has the rollouts; decides by the policy how many groups are outstanding, and which a batch gets.
-        config: Configuration of the run.
-        policy: Staleness policy of `PARTITION`.
-        replay: Groups that may be learned from again; a step draws so many fewer prompts.
-        first_step: The step that the first batch is for.
-        num_groups: Highest group id that was given before.
-        is_seeded: Whether the servers take a seed per request.
-        poll_s: Seconds between two questions to the agent workers; a batch that is complete comes without one.
+    `num_groups` is the highest group id that was given before. `poll_s` are the seconds between two questions to the
+    agent workers; a batch that is complete comes without one.
     """
 
     def __init__(
@@ -261,9 +251,7 @@ class RolloutSource:
     def take(self, version: int, num_groups: int | None = None) -> Generated:
         """Take a batch that weights of `version` may learn from, waiting for it; replayed groups come last.
 
-        Args:
-            version: Version of the weights that learn.
-            num_groups: A part of a batch; None: all of it.
+        With `num_groups` a part of a batch.
 
         Raises:
             RolloutFailedError: more than `batch.max_refills` batches of groups had to be replaced, or nothing came

@@ -27,11 +27,7 @@ def ages_of(
     An age is that of a sample's oldest token, in weight versions: `staleness_N` is the share of samples of age N,
     in addition to `staleness_mean` and `staleness_max`.
 
-    Args:
-        generated: The batch.
-        version: Version of the weights that learn from it.
-        bound: Ages that the schedule allows.
-        replay: The highest age of replayed groups, which may be older than fresh ones.
+    Replayed groups may be older than fresh ones.
 
     Raises:
         StaleWeightsError: a token is older or newer than `bound` allows.

@@ -78,10 +78,7 @@ class WeightTransfer(ABC):
 class GatheredTransfer(WeightTransfer):
     """Gathered transfer: all ranks gather tensor by tensor, and rank 0 sends to every receiver.
 
-    Args:
-        actor: The engine's ranks.
-        address: Address of the session.
-        is_own: Whether the actor was created with another address, so that it is told this one.
+    `is_own`: the actor was created with another address, so that each call names this one.
     """
 
     def __init__(self, actor: EngineWorker, address: str, *, is_own: bool = False) -> None:
@@ -106,10 +103,7 @@ class ShardedTransfer(WeightTransfer):
     The plan and the sessions are made before the first sync, of the layouts that both sides tell, and serve every
     later one. Between machines, one replica of a node takes what another one there is to have as well, and sends it on.
 
-    Args:
-        actor: The engine's ranks.
-        pattern: Pattern of a session's address, from `session_pattern`.
-        folder: Where the plan is written, for `rl-ckpt plan`; None: nowhere.
+    The plan is written to `folder`, for `rl-ckpt plan`.
     """
 
     def __init__(self, actor: EngineWorker, pattern: str, folder: Path | None = None) -> None:

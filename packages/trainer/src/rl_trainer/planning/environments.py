@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ for name in sys.argv[1:]:
         found[name] = None
 print(json.dumps(found))
 """
+_CHILDREN: list[tuple[Config, subprocess.Popen[str]]] = []
+"""The child that was asked last, for what is asked later of the same configuration."""
 
 
 def engine_python(config: Config) -> str | None:
@@ -70,7 +73,7 @@ def check_environment(config: Config) -> None:
     if not Path(python).is_file():
         raise ConfigError(f"{key} has no bin/python; make an environment there: uv venv {config.engine.environment}")
     wanted = {"Python": platform.python_version()} | {name: version(name) for name in _SAME}
-    found = _run([python, "-c", _VERSIONS, *_SAME], "", key)
+    found = _run([python, "-c", _VERSIONS, *_SAME], key)
     for name, here in wanted.items():
         there = found[name]
         if there is None:
@@ -81,52 +84,12 @@ def check_environment(config: Config) -> None:
             raise ConfigError(f"{key} has {name} {there}, and the run has {here}; both need the same")
 
 
-class _Child:
-    """A child process that answers what the policy's backend is asked."""
-
-    def __init__(self, config: Config, engine: EngineConfig) -> None:
-        self._config = config
-        self._reply: dict[str, Any] | None = None
-        command = [sys.executable, "-c", _PROGRAM]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert self._process.stdin is not None, "it is a pipe"
-        self._process.stdin.write(_question(config.engine, engine))
-        self._process.stdin.close()
-        self._process.stdin = None  # `communicate` has nothing left to write
-
-    def reply(self, config: Config) -> dict[str, Any] | None:
-        """Its answers; None to questions of another configuration, or if it failed."""
-        if config != self._config:
-            return None
-        if self._reply is None:
-            told, _ = self._process.communicate(timeout=_TIMEOUT_S)
-            self._reply = json.loads(told.splitlines()[-1]) if self._process.returncode == 0 else {}
-        return self._reply or None
-
-    def end(self) -> None:
-        """End it, whether it has answered or not."""
-        self._process.kill()
-        self._process.communicate()
-        self._reply = self._reply or {}
-
-
-_CHILDREN: list[_Child] = []
-"""The child that has been asked last, for what is asked later of the same configuration."""
-
-
 @contextmanager
 def asked_beside(config: Config, model_path: Path, *, is_made: bool) -> Generator[None]:
     """Have a child process answer what the policy's backend is asked, while this one reads the data.
 
     For a run on Ray, whose controller then needs none of the backend's packages: they take five seconds to import. A
     process that has imported them already asks faster itself.
-
-    Args:
-        config: The run's.
-        model_path: The policy's folder.
-        is_made: Whether it is complete; otherwise it has a `config.json` alone.
     """
     _CHILDREN.clear()
     is_alone = config.runtime == "ray" and config.engine.environment is None and ":" not in config.engine.backend
@@ -134,12 +97,22 @@ def asked_beside(config: Config, model_path: Path, *, is_made: bool) -> Generato
         yield
         return
     engine = actor_config(config, model_path)
-    child = _Child(config, engine if is_made else replace(engine, init=ModelInit.RANDOM))
-    _CHILDREN.append(child)
-    try:
-        yield
-    finally:
-        child.end()
+    asked = _question(config.engine, engine if is_made else replace(engine, init=ModelInit.RANDOM))
+    command = [sys.executable, "-c", _PROGRAM, asked]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        _CHILDREN.append((config, child))
+        try:
+            yield
+        finally:
+            child.kill()
+            _answer_of(child)
+
+
+@cache
+def _answer_of(child: subprocess.Popen[str]) -> dict[str, Any] | None:
+    """Answers of a child process; None if it failed, or was ended before."""
+    said, _ = child.communicate(timeout=_TIMEOUT_S)
+    return json.loads(said.splitlines()[-1]) if child.returncode == 0 else None
 
 
 def check_engine(config: Config, role: str, section: EngineSection, engine: EngineConfig) -> dict[str, str]:
@@ -148,10 +121,9 @@ def check_engine(config: Config, role: str, section: EngineSection, engine: Engi
     Raises:
         EngineError: the backend refuses.
     """
-    reply = _CHILDREN[0].reply(config) if _CHILDREN and role == "policy" else None
-    if reply is None and role_python(config, role) is None:
+    reply = _reply(config, role, section, engine)
+    if reply is None:
         return rl_engine.registry.check(section.backend, engine, section.world_size)
-    reply = reply or _ask(config, section, engine)
     if reply["refused"] is not None:
         raise EngineError(reply["refused"])
     return reply["found"]
@@ -159,10 +131,8 @@ def check_engine(config: Config, role: str, section: EngineSection, engine: Engi
 
 def gives_shards(config: Config, engine: EngineConfig) -> bool:
     """Whether the engine's backend has `get_local_shards`."""
-    reply = _CHILDREN[0].reply(config) if _CHILDREN else None
-    if reply is None and config.engine.environment is None:
-        return _gives_shards(config.engine.backend, engine)
-    return (reply or _ask(config, config.engine, engine))["gives_shards"]
+    reply = _reply(config, "policy", config.engine, engine)
+    return _gives_shards(config.engine.backend, engine) if reply is None else reply["gives_shards"]
 
 
 def _gives_shards(backend: str, engine: EngineConfig) -> bool:
@@ -173,16 +143,18 @@ def _question(section: EngineSection, engine: EngineConfig) -> str:
     return json.dumps({"backend": section.backend, "engine": asdict(engine), "world_size": section.world_size})
 
 
-def _ask(config: Config, section: EngineSection, engine: EngineConfig) -> dict[str, Any]:
-    python = engine_python(config)
-    assert python is not None, "there is an environment to ask in"
+def _reply(config: Config, role: str, section: EngineSection, engine: EngineConfig) -> dict[str, Any] | None:
+    """Answers of another process about a role's backend; None if this one has to ask."""
+    replies = (_answer_of(child) for known, child in _CHILDREN if role == "policy" and known == config)
+    if (reply := next(replies, None)) is not None or (python := role_python(config, role)) is None:
+        return reply
     key = f"engine.environment={config.engine.environment}"
-    return _run([python, "-c", _PROGRAM], _question(section, engine), key)
+    return _run([python, "-c", _PROGRAM, _question(section, engine)], key)
 
 
 def answer() -> None:
-    """In the child process: answer the question on stdin on the last line of stdout."""
-    question = json.loads(sys.stdin.read())
+    """In the child process: answer the question of its argument on the last line of stdout."""
+    question = json.loads(sys.argv[1])
     engine = TypeAdapter(EngineConfig).validate_python(question["engine"])
     reply: dict[str, Any] = {"refused": None, "found": {}, "gives_shards": False}
     try:
@@ -193,14 +165,14 @@ def answer() -> None:
     sys.stdout.write(f"\n{json.dumps(reply)}\n")
 
 
-def _run(command: list[str], text: str, key: str) -> dict[str, Any]:
+def _run(command: list[str], key: str) -> dict[str, Any]:
     """Run a child process and return the JSON object on the last line that it prints.
 
     Raises:
         ConfigError: it failed, or printed something else last; with that line.
     """
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{key}: its Python does not run ({error})") from error
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]

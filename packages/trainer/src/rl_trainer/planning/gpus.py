@@ -1,4 +1,4 @@
-"""GPU plan of a run: how many GPUs there are, whether engine and servers share them, and how weights then travel."""
+"""GPU plan of a run: its pools of processes, who shares a GPU, how many there are, and how weights then travel."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 
 from rl_engine.registry import auto_precision, for_this_machine
 from rl_engine.types import Precision
-from rl_trainer.config.schema import ENGINE_POOL
+from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.pipeline.roles import is_offloaded
+from rl_trainer.pipeline.roles import data_parallel_ranks, engine_of, has, home_of, is_offloaded, pool_size
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.memory import cache_beside_engine
-from rl_trainer.planning.placement import pools_of
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import SHARED_MEMORY, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rl_trainer.config import Config
 
@@ -58,16 +57,50 @@ def settle(config: Config) -> Config:
     return config
 
 
-def gpu_pools(config: Config, *, colocated: bool | None = None) -> dict[str, int]:
-    """GPUs that each pool asks for.
+def pools_of(config: Config) -> list[ResourcePool]:
+    """The pools of a run, with the GPUs of a process where there are any.
 
-    Args:
-        config: Configuration of the run; where it leaves colocation to the machine, servers have their own.
-        colocated: In the place of `rollout.colocated`; None: as the configuration has it.
+    Where colocation is not decided, servers have a pool of their own.
     """
+    homes: dict[str, list[str]] = {ENGINE_POOL: ["policy"]}
+    for role in ROLES:
+        if has(config, role):
+            homes.setdefault(home_of(config, role), []).append(role)
+    rollout = config.rollout
+    if rollout.colocated:
+        homes[ENGINE_POOL].append("rollout")
+    sizes = {name: 1 if roles == ["reward"] else pool_size(config, name) for name, roles in homes.items()}
+    pools = [
+        ResourcePool(name=name, num_workers=sizes[name], num_gpus=1, roles=tuple(roles))
+        for name, roles in homes.items()
+    ]
+    if not rollout.colocated:
+        per_replica = rollout.parallel.num_ranks  # of one node: a bundle of Ray's is never spread
+        replicas = {"num_workers": rollout.num_replicas, "num_gpus": per_replica}
+        pools.append(ResourcePool(name="rollout", roles=("rollout",), **replicas))
+    agents = ResourcePool(name="agent", num_workers=config.agent.num_workers, roles=("agent workers",))
+    return [*pools, agents, ResourcePool(name="queue", num_workers=1, roles=("queue",))]
+
+
+def resource_pools(config: Config) -> list[ResourcePool]:
+    """The pools of a job, with the GPUs that there are."""
+    has_gpus = count_gpus(config) > 0
+    return [
+        replace(
+            pool,
+            num_gpus=float(pool.num_gpus * has_gpus),
+            python=engine_python(config) if pool.name == ENGINE_POOL else None,
+            is_elastic=pool.name == "rollout" and config.rollout.elastic is not None,
+        )
+        for pool in pools_of(config)
+    ]
+
+
+def gpu_pools(config: Config, *, colocated: bool | None = None) -> dict[str, int]:
+    """GPUs that each pool asks for; with `colocated` in the place of `rollout.colocated`."""
     if colocated is not None:
         config = replace(config, rollout=replace(config.rollout, colocated=colocated))
-    return {pool.name: pool.num_gpus for pool in pools_of(config) if pool.num_gpus}
+    return {pool.name: round(pool.num_workers * pool.num_gpus) for pool in pools_of(config) if pool.num_gpus}
 
 
 def why_apart(config: Config, num_gpus: int) -> str | None:
@@ -183,21 +216,6 @@ def gpu_facts(config: Config) -> list[tuple[str, str]]:
     return [("GPUs", f"{there} for {roles}: each its own" if config.runtime == "ray" else f"1 for {roles}")]
 
 
-def resource_pools(config: Config) -> list[ResourcePool]:
-    """The pools of a job, with a GPU for each that they ask for where there are any."""
-    has_gpus = count_gpus(config) > 0
-    return [
-        ResourcePool(
-            name=pool.name,
-            num_workers=pool.num_workers,
-            num_gpus=float(pool.gpus_per_worker * has_gpus),
-            python=engine_python(config) if pool.name == ENGINE_POOL else None,
-            is_elastic=pool.name == "rollout" and config.rollout.elastic is not None,
-        )
-        for pool in pools_of(config)
-    ]
-
-
 def check_gpus(config: Config) -> None:
     """Check that there are the GPUs that the pools will ask for, on this machine or in the cluster that is joined.
 
@@ -205,12 +223,75 @@ def check_gpus(config: Config) -> None:
         PlanError: there are fewer.
     """
     there = count_gpus(config)
-    wanted = {pool.name: round(pool.num_workers * pool.num_gpus) for pool in resource_pools(config)}
+    wanted = gpu_pools(config) if there else {}
     if config.runtime == "ray" and sum(wanted.values()) > there:
-        asked = named({name: count for name, count in wanted.items() if count})
         obstacle = why_apart(config, there) or "rollout.colocated=false keeps servers on their own: leave it out"
         where, more = ("the cluster", "a larger one") if "RAY_ADDRESS" in os.environ else ("this machine", "a cluster")
         raise PlanError(
-            f"the run asks for {sum(wanted.values())} GPUs ({asked}), and "
+            f"the run asks for {sum(wanted.values())} GPUs ({named(wanted)}), and "
             f"{where} has {there}, which they cannot share because {obstacle}; or set RAY_ADDRESS of {more}"
         )
+
+
+_ABSENT: Mapping[str, str] = {
+    "reference": "there is a KL penalty (algorithm.kl_coef) and the policy is not an adapter, its own reference",
+    "critic": "a key of critic is set",
+    "teacher": "there is a teacher.path without teacher.url",
+    "reward": "reward.parts has a classifier with a path",
+}
+
+
+def check_placement(config: Config) -> None:
+    """Check that what `placement` says does something, and that layouts divide the processes of their pools.
+
+    Raises:
+        PlanError: one does not.
+    """
+    per_update = config.batch.mini_batch_size * config.batch.group_size
+    for role in ROLES:
+        section: PoolSection | None = getattr(config.placement, role)
+        if not has(config, role):
+            if section is not None:
+                raise PlanError(f"placement.{role} does nothing unless {_ABSENT[role]}; leave it out")
+            continue
+        if role == "reward":
+            continue
+        size = engine_of(config, role).world_size
+        if config.runtime == "inline" and size > 1:
+            raise PlanError(f"placement.{role}.num_gpus={size} needs its own processes: use runtime=ray")
+        ranks = data_parallel_ranks(engine_of(config, role))
+        if ranks > per_update:
+            raise PlanError(
+                f"the {role} has {ranks} data-parallel ranks in pool {home_of(config, role)!r}, and a mini-batch of "
+                f"{config.batch.mini_batch_size} prompts x {config.batch.group_size} completions has no row for each; "
+                f"lower placement.{role}.num_gpus"
+            )
+        if role == "critic" and per_update % ranks:
+            raise PlanError(
+                f"a mini-batch of {config.batch.mini_batch_size} prompts x {config.batch.group_size} completions = "
+                f"{per_update} rows does not divide over the {ranks} data-parallel ranks of "
+                f"placement.critic.num_gpus={size}"
+            )
+
+
+def placement_facts(
+    config: Config, memory: Mapping[str, Mapping[str, float]], *, gpus: int
+) -> Iterator[tuple[str, str]]:
+    """(what, how) for the screen: a line for each pool, with its roles.
+
+    `memory` has the GiB of a GPU by pool and role; without `gpus` everything computes on CPUs.
+    """
+    for pool in pools_of(config):
+        count = f"{pool.num_workers} process{'es' * (pool.num_workers > 1)}"
+        if not pool.num_gpus:
+            where = f"{count} on CPUs of any node"
+        elif gpus:
+            where = f"{count} of {pool.num_gpus:g} GPU{'s' * (pool.num_gpus > 1)}"
+        else:
+            where = f"{count} (of {pool.num_gpus:g} GPU each where there are GPUs)"
+        known = memory.get(pool.name, {})
+        if pool.name == "rollout" and (elastic := config.rollout.elastic) is not None:
+            where += f", {elastic.min_replicas} to {elastic.max_replicas} by rollout.elastic ({elastic.policy})"
+            where += ", and on the engine's GPUs while learning waits" * elastic.lend
+        parts = (f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
+        yield f"pool {pool.name}", f"{where}: {', '.join(parts)}"

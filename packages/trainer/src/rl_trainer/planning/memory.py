@@ -52,6 +52,8 @@ _GIB = 2.0**30
 _PROBE_BYTES = 16 * 2**20
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OTHERS = ("reference", "critic", "teacher")
+"""Roles with engines, other than the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +109,16 @@ class MemoryPlan:
 def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int | None = None) -> MemoryPlan:
     """Memory plan of a configuration.
 
-    Args:
-        config: Configuration of the run.
-        model: The `config.json` of the policy.
-        num_parameters: Parameters of the policy, if they were counted; None: by its shapes.
+    `model` is the policy's `config.json`, by whose shapes parameters are counted unless their number is given.
 
     Raises:
         KeyError: the model's description lacks a size.
     """
     count = count_parameters(model) if num_parameters is None else num_parameters
-    engine, layers = config.engine, _num_layers(model)
+    engine, layers = config.engine, model["num_hidden_layers"]
     precision = _BYTES.get(str(engine.precision), 2)
-    parts = _learner(engine, model, count)
-    tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0] / _token_cut(engine)) / _GIB
+    parts, layout = _learner(engine, model, count), engine.parallel
+    tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0] / (layout.sp * layout.cp)) / _GIB
     inputs, block = layers * precision * model["hidden_size"], block_activations(model, precision)
     whole = inputs + block if engine.activation_checkpointing else layers * block
     parts["activations"] = tokens * (block if engine.activation_offload else whole)
@@ -175,7 +174,9 @@ def _learner(engine: EngineSection, model: Mapping[str, Any], count: int) -> dic
         weights, copies, gathered = precision * held, 2 + (precision < wide), 0.0
     else:
         experts = expert_parameters(model)
-        block = (count - embedding_parameters(model) - experts + experts / engine.parallel.ep) / _num_layers(model)
+        block = (count - embedding_parameters(model) - experts + experts / engine.parallel.ep) / model[
+            "num_hidden_layers"
+        ]
         is_gathered = engine.world_size > 1 or precision < wide or engine.cpu_offload
         weights, copies, gathered = wide * held, 2, 2 * precision * block * is_gathered
     parts = {"weights": weights, "gradients": wide * held, "optimizer": copies * wide * stepped}
@@ -186,16 +187,9 @@ def _learner(engine: EngineSection, model: Mapping[str, Any], count: int) -> dic
     return {name: each / _GIB for name, each in parts.items()}
 
 
-def _token_cut(engine: EngineSection) -> int:
-    """Ranks that the tokens of a sequence are cut over."""
-    return engine.parallel.sp * engine.parallel.cp
-
-
 def _roles(config: Config, model: Mapping[str, Any], count: int) -> Iterator[tuple[str, float]]:
     """(role, GiB of one rank) of the engines other than the policy's: the weights, and of a critic its optimizer."""
-    for role in ("reference", "critic", "teacher"):
-        if not has(config, role):
-            continue
+    for role in (each for each in _OTHERS if has(config, each)):
         own = engine_of(config, role)
         if role == "critic":
             parts = _learner(replace(own, lora=None), model, count)
@@ -231,11 +225,7 @@ def expert_parameters(model: Mapping[str, Any]) -> int:
     """Elements of all experts of a mixture, without its routers; 0 of other models."""
     experts = next((model[name] for name in _EXPERTS if model.get(name)), 0)
     each = 3 * model["hidden_size"] * model["moe_intermediate_size"] if experts else 0
-    return _num_layers(model) * experts * each
-
-
-def _num_layers(model: Mapping[str, Any]) -> int:
-    return model["num_hidden_layers"]
+    return model["num_hidden_layers"] * experts * each
 
 
 def adapter_parameters(model: Mapping[str, Any], rank: int, targets: Sequence[str]) -> int:
@@ -254,33 +244,28 @@ def adapter_parameters(model: Mapping[str, Any], rank: int, targets: Sequence[st
     return rank * model["num_hidden_layers"] * wanted
 
 
-def check_memory(plan: MemoryPlan, config: Config, gib: float) -> None:
-    """Check that every role has room on a GPU of so many GiB; colocated ones are there in turn.
+def _plan_of(config: Config) -> MemoryPlan:
+    """Memory plan of the model in `model.path`, which may have its config.json alone; raises as `memory_plan`."""
+    folder = Path(str(config.model.path))
+    return memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
 
-    Raises:
-        PlanError: one has not; says what to change.
-    """
-    sizes = {"engine rank": ("engine.world_size", config.engine.world_size)}
-    sizes |= {"server GPU": ("rollout.parallel.tp", config.rollout.parallel.tp)}
+
+def _check_memory(plan: MemoryPlan, config: Config, gib: float) -> None:
+    """Check that every role has room on a GPU of so many GiB; colocated ones are there in turn."""
+    keys = {"engine rank": ("an engine rank", "engine.world_size", config.engine.world_size)}
+    keys["server GPU"] = ("a server's GPU", "rollout.parallel.tp", config.rollout.parallel.tp)
+    for role in (each for each in _OTHERS if has(config, each)):
+        pool = home_of(config, role)
+        size = f"a GPU of pool {pool}", f"placement.{role}.num_gpus", pool_size(config, pool)
+        keys.setdefault(f"pool {pool}", size)
     for whose, parts in plan.groups():
-        key, size = sizes.get(whose) or _size_key(config, whose.removeprefix("pool "))
+        what, key, size = keys[whose]
         if (needs := sum(parts.values())) > gib:
             of = ", ".join(f"{name} {each:.1f}" for name, each in parts.items())
             raise PlanError(
-                f"{_ARTICLES.get(whose, f'a GPU of {whose}')} takes {needs:.1f} GiB of a GPU that has {gib:g} ({of}); "
-                f"raise {key}={size}" + (", or lower engine.max_tokens_per_gpu" if key == "engine.world_size" else "")
+                f"{what} takes {needs:.1f} GiB of a GPU that has {gib:g} ({of}); raise {key}={size}"
+                + (", or lower engine.max_tokens_per_gpu" if whose == "engine rank" else "")
             )
-
-
-_ARTICLES = {"engine rank": "an engine rank", "server GPU": "a server's GPU"}
-
-
-def _size_key(config: Config, pool: str) -> tuple[str, int]:
-    """The key that makes a pool of `placement` larger, and what it is."""
-    roles = [role for role in ("reference", "critic", "teacher") if has(config, role)]
-    return f"placement.{next(role for role in roles if home_of(config, role) == pool)}.num_gpus", pool_size(
-        config, pool
-    )
 
 
 def memory_facts(config: Config, gib: float | None = None, *, there: float | None = None) -> list[tuple[str, str]]:
@@ -289,17 +274,16 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
     `there` is what a GPU of this machine has, GiB; too little is said, and no error: a server makes do with less.
 
     Raises:
-        PlanError: a role has no room on a GPU of `gib`.
+        PlanError: a role has no room on a GPU of `gib`; says what to change.
     """
     if config.model.path is None:
         return [("memory", "a small model, made on the spot")]
-    folder = Path(config.model.path)
     try:
-        plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
+        plan = _plan_of(config)
     except KeyError as missing:
-        return [("memory", f"unknown: config.json of {folder} has no {missing}")]
+        return [("memory", f"unknown: config.json of {config.model.path} has no {missing}")]
     if gib is not None:
-        check_memory(plan, config, gib)
+        _check_memory(plan, config, gib)
     phase, most = plan.fullest()
     verdict = "" if there is None else f" of {there:.1f}: it fits" if most <= there else f" of {there:.1f}: too much"
     return [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
@@ -315,8 +299,7 @@ def cache_beside_engine(config: Config, gib: float | None) -> int | None:
     if gib is None or config.rollout.backend != "embedded" or config.model.path is None or reward_models(config):
         return None
     try:
-        folder = Path(config.model.path)
-        plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
+        plan = _plan_of(config)
     except (KeyError, OSError):
         return None
     rollout, batch = config.rollout, config.batch
@@ -339,10 +322,9 @@ def checkpoint_facts(config: Config) -> list[tuple[str, str]]:
         count = stored_parameters(folder) or count_parameters(model)
     except KeyError:
         return []
-    engine = config.engine
-    lora = engine.lora
+    lora = config.engine.lora
     stepped = count if lora is None else adapter_parameters(model, lora.rank, lora.target_modules)
-    gb = (12 * stepped + _BYTES.get(str(engine.precision), 2) * count) / 1e9
+    gb = (12 * stepped + _BYTES.get(str(config.engine.precision), 2) * count) / 1e9
     speed = _write_gb_s(Path(config.output_dir or "."))
     seconds = "" if speed is None else f", about {max(gb / speed, 1.0):.0f} s at {speed:.1f} GB/s"
     return [("a checkpoint", f"{gb:.2f} GB{seconds}")]
@@ -367,12 +349,11 @@ def memory_of_pools(config: Config) -> dict[str, dict[str, float]]:
     """By pool and role, GiB of a GPU; empty where the model's sizes are not known."""
     if config.model.path is None:
         return {}
-    folder = Path(config.model.path)
     try:
-        plan = memory_plan(config, model_facts(folder).config, num_parameters=stored_parameters(folder))
+        plan = _plan_of(config)
     except KeyError:
         return {}
-    roles = {role: plan.engine[role] for role in ("reference", "critic", "teacher") if role in plan.engine}
+    roles = {role: plan.engine[role] for role in _OTHERS if role in plan.engine}
     engine = {"policy": sum(plan.engine.values()) - sum(roles.values()), **roles}
     served = {"rollout": sum(plan.server.values())}
     pools: dict[str, dict[str, float]] = {name: dict(each) for name, each in plan.others.items()}
@@ -396,7 +377,7 @@ def count_parameters(model: Mapping[str, Any]) -> int:
         attention += 2 * size
     experts = next((model[name] for name in _EXPERTS if model.get(name)), 0)
     feed_forward = width * experts if experts else 3 * width * model["intermediate_size"]  # routers alone
-    blocks = _num_layers(model) * (attention + feed_forward + 2 * width)
+    blocks = model["num_hidden_layers"] * (attention + feed_forward + 2 * width)
     return embedding_parameters(model) + blocks + expert_parameters(model) + width
 
 

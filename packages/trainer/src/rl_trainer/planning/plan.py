@@ -15,7 +15,7 @@ from rl_trainer.errors import PlanError
 from rl_trainer.pipeline.roles import data_parallel_ranks, is_offloaded, longest_sequence, update_barrier
 from rl_trainer.pipeline.rules import check_elastic, check_pipeline
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.planning.placement import check_placement
+from rl_trainer.planning.gpus import check_placement
 from rl_trainer.rewards.scorer import check_rule
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Batch plan: counts of one training step."""
+    """Batch plan: counts of one training step, and of the run."""
 
-    prompts: int
-    """Prompts per step."""
     completions: int
     """Completions per step."""
     optimizer_steps: int
@@ -44,70 +42,56 @@ class BatchPlan:
     """Longest prompt plus completion."""
     total_completions: int
     """Completions of the whole run."""
-    streaming: str = ""
-    """Sentence on when streamed mini-batches are learned from; empty without `batch.stream`."""
 
-    @classmethod
-    def of(cls, config: Config) -> BatchPlan:
-        """Compute the plan of a configuration.
-
-        Raises:
-            PlanError: numbers that do not divide, or a sequence that is longer than something takes.
-        """
-        batch, engine = config.batch, config.engine
-        if batch.batch_size % batch.mini_batch_size:
-            raise PlanError(
-                f"batch.batch_size={batch.batch_size} prompts cannot be cut into mini-batches of "
-                f"batch.mini_batch_size={batch.mini_batch_size}; "
-                "choose a divisor"
-            )
-        per_optimizer_step = batch.mini_batch_size * batch.group_size
-        ranks = data_parallel_ranks(engine)
-        if per_optimizer_step % ranks:
-            raise PlanError(
-                f"a mini-batch of {batch.mini_batch_size} prompts x {batch.group_size} completions = "
-                f"{per_optimizer_step} rows does not divide over {ranks} data-parallel ranks "
-                f"(engine.world_size={engine.world_size} / tp x pp x cp x sp = {engine.world_size // ranks})"
-            )
-        longest, sum_ = longest_sequence(config)
-        if longest > engine.max_tokens_per_gpu:
-            raise PlanError(
-                f"a sequence may have {sum_} = {longest} tokens, more than "
-                f"engine.max_tokens_per_gpu={engine.max_tokens_per_gpu} of a micro-batch; raise it or lower the others"
-            )
-        if longest > config.rollout.max_model_len:
-            raise PlanError(
-                f"a sequence may have {sum_} = {longest} tokens, more than rollout.max_model_len="
-                f"{config.rollout.max_model_len}"
-            )
-        return cls(
-            prompts=batch.batch_size,
-            completions=batch.batch_size * batch.group_size,
-            optimizer_steps=batch.batch_size // batch.mini_batch_size,
-            completions_per_optimizer_step=per_optimizer_step,
-            completions_per_rank=per_optimizer_step // ranks,
-            max_sequence_tokens=longest,
-            total_completions=config.steps * batch.batch_size * batch.group_size,
-            streaming=_streaming(config),
-        )
-
-    def lines(self) -> Iterator[tuple[str, str]]:
+    def lines(self, config: Config) -> Iterator[tuple[str, str]]:
         """Lines of the plan: (name, count)."""
-        yield "prompts per step", f"{self.prompts}"
+        yield "prompts per step", f"{config.batch.batch_size}"
         yield "completions per step", f"{self.completions}"
         yield "optimizer steps per step", f"{self.optimizer_steps} of {self.completions_per_optimizer_step} completions"
         yield "completions per data-parallel rank", f"{self.completions_per_rank} per optimizer step"
-        if self.streaming:
-            yield "mini-batches as they come", self.streaming
+        if config.batch.stream:
+            key = update_barrier(config)
+            how = "scored and learned from" if key is None else f"scored; learned from once all are ({key})"
+            yield "mini-batches as they come", how
         yield "longest sequence", f"{self.max_sequence_tokens} tokens"
         yield "completions in all", f"{self.total_completions:,}"
 
 
-def _streaming(config: Config) -> str:
-    if not config.batch.stream:
-        return ""
-    key = update_barrier(config)
-    return "scored and learned from" if key is None else f"scored; learned from once all are ({key})"
+def _batch_plan(config: Config) -> BatchPlan:
+    """Counts of a configuration; raises PlanError as `make_plan`."""
+    batch, engine = config.batch, config.engine
+    if batch.batch_size % batch.mini_batch_size:
+        raise PlanError(
+            f"batch.batch_size={batch.batch_size} prompts cannot be cut into mini-batches of "
+            f"batch.mini_batch_size={batch.mini_batch_size}; choose a divisor"
+        )
+    per_optimizer_step = batch.mini_batch_size * batch.group_size
+    ranks = data_parallel_ranks(engine)
+    if per_optimizer_step % ranks:
+        raise PlanError(
+            f"a mini-batch of {batch.mini_batch_size} prompts x {batch.group_size} completions = "
+            f"{per_optimizer_step} rows does not divide over {ranks} data-parallel ranks "
+            f"(engine.world_size={engine.world_size} / tp x pp x cp x sp = {engine.world_size // ranks})"
+        )
+    longest, sum_ = longest_sequence(config)
+    if longest > engine.max_tokens_per_gpu:
+        raise PlanError(
+            f"a sequence may have {sum_} = {longest} tokens, more than "
+            f"engine.max_tokens_per_gpu={engine.max_tokens_per_gpu} of a micro-batch; raise it or lower the others"
+        )
+    if longest > config.rollout.max_model_len:
+        raise PlanError(
+            f"a sequence may have {sum_} = {longest} tokens, more than rollout.max_model_len="
+            f"{config.rollout.max_model_len}"
+        )
+    return BatchPlan(
+        completions=batch.batch_size * batch.group_size,
+        optimizer_steps=batch.batch_size // batch.mini_batch_size,
+        completions_per_optimizer_step=per_optimizer_step,
+        completions_per_rank=per_optimizer_step // ranks,
+        max_sequence_tokens=longest,
+        total_completions=config.steps * batch.batch_size * batch.group_size,
+    )
 
 
 def show_table(console: Console, title: str, facts: Iterable[tuple[str, str]]) -> None:
@@ -125,7 +109,7 @@ def make_plan(config: Config) -> BatchPlan:
         PlanError: numbers that do not divide, or settings that cannot work together.
         ConfigError: an algorithm that is not registered, or an option that it has not.
     """
-    plan = BatchPlan.of(config)
+    plan = _batch_plan(config)
     check_data(config.data)
     for name, part in config.reward.parts.items():
         check_rule(f"reward.parts.{name}", part)

@@ -105,11 +105,7 @@ def _model_folder(path: str | None, key: str, *, has_weights: bool = True) -> st
 def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weights: bool = True) -> None:
     """Check backends, model folder, output folder and reward rules.
 
-    Args:
-        config: Configuration of the run.
-        rows: Rows of its data.
-        is_resumed: The run goes on with what is in its output folder.
-        has_weights: The model's weights are there already, and not to be downloaded once all is checked.
+    `has_weights`: the model's weights are there already, and not to be downloaded once all is checked.
 
     Raises:
         InputError: the first thing that cannot work, in one sentence.
@@ -542,10 +538,7 @@ def _folder(config: Config) -> Generator[str]:
 def check_engines(config: Config, model_path: Path, *, is_made: bool) -> dict[str, str]:
     """Check the engines' configurations against their backend; starts nothing.
 
-    Args:
-        config: The run's.
-        model_path: The policy's folder.
-        is_made: Whether it is complete; otherwise it has a `config.json` alone.
+    `is_made`: the policy's folder is complete; otherwise it has a `config.json` alone.
 
     Returns:
         By key, what settings that are left to the policy's engine come to.

@@ -17,9 +17,16 @@ from rl_trainer.checkpoints import RunState
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.planning import preflight
-from rl_trainer.planning.gpus import check_gpus, count_gpus, gpu_facts, gpu_gib, precision_facts, settle
+from rl_trainer.planning.gpus import (
+    check_gpus,
+    count_gpus,
+    gpu_facts,
+    gpu_gib,
+    placement_facts,
+    precision_facts,
+    settle,
+)
 from rl_trainer.planning.memory import checkpoint_facts, memory_facts, memory_of_pools
-from rl_trainer.planning.placement import placement_facts
 from rl_trainer.planning.plan import make_plan, show_table
 from rl_trainer.planning.row_checks import RowCheck
 from rl_trainer.planning.speed import speed_facts
@@ -71,10 +78,8 @@ class Prepared:
 def prepare(config: Config, *, resume: Resume = False) -> Prepared:
     """Prepare a run: check all that can be known before a process starts.
 
-    Args:
-        config: Configuration of the run.
-        resume: `resumed` gave the configuration, and has compared the checkpoint's files with their digests; with
-            "anyway" the run may read other data, models and code than the checkpoint's run did.
+    With `resume`, `resumed` gave the configuration, and has compared the checkpoint's files with their digests; with
+    "anyway" the run may read other data, models and code than the checkpoint's run did.
 
     Raises:
         InputError: something cannot work.
@@ -102,7 +107,7 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
         *(("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others),
         *backends,
         *preflight.program_facts(config),
-        *counts.lines(),
+        *counts.lines(config),
     ]
     return Prepared(
         config=config, datasets=datasets, facts=tuple(facts), rows=check, model=named.model.path, resume=resume
@@ -111,10 +116,6 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
 
 def prepare_policy(config: Config, *, is_served: bool = False) -> tuple[Config, Datasets]:
     """Prepare the evaluation of a policy on a recipe's held-out rows: its settled configuration, and its rows.
-
-    Args:
-        config: Configuration of a run; what it says of training and its folders is not looked at.
-        is_served: A server runs already.
 
     Raises:
         InputError: something cannot work.

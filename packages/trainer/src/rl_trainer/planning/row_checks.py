@@ -43,9 +43,7 @@ _MADE_UP = "I do not know."
 class RowCheck:
     """Check of a run's rows, in random order: of a small dataset all, else as many as `_SAMPLE_S` allows.
 
-    Args:
-        config: Configuration of the run.
-        datasets: Its rows; of a stream the first `_STREAM_SAMPLE` are checked.
+    Of a stream the first `_STREAM_SAMPLE` are checked.
     """
 
     def __init__(self, config: Config, datasets: Datasets) -> None:

@@ -44,11 +44,6 @@ class FunctionPool:
 
     A call past its deadline ends with its process and everything that this started. Where several ran in it, any of
     them may have been the one that blocked it: each is called again, alone.
-
-    Args:
-        path: See `rl_trainer.plugins.find`.
-        num_processes: At most; started as they are needed.
-        timeout_s: Deadline of one call, seconds.
     """
 
     def __init__(self, path: str, *, num_processes: int = 1, timeout_s: float = 30.0) -> None:

@@ -98,11 +98,7 @@ class Scorer:
     source's rule. Rules that parse what the policy wrote, and functions, run in processes of their own, which are
     killed when they get stuck.
 
-    Args:
-        section: Where rewards come from.
-        num_sharing: Processes that share the rate limits of served models.
-        thinking: Marks of the policy's thinking, which rules that compare answers do not see.
-        num_steps: Steps of the run, for functions that ask for `trainer_state`.
+    `num_sharing` processes share the rate limits of served models.
     """
 
     def __init__(
@@ -161,11 +157,6 @@ class Scorer:
     async def score(self, text: str, row: Mapping[str, Any], loop_reward: float | None = None) -> Score:
         """Score a completion: `values` and `scores` of one.
 
-        Args:
-            text: The completion.
-            row: Its dataset row.
-            loop_reward: Reward of its agent loop.
-
         Raises:
             RewardError, TimeoutError: there is no score, which is not a score of zero.
         """
@@ -188,11 +179,6 @@ class Scorer:
         self, completions: Sequence[Completion], values: Sequence[Mapping[str, Value]], row: Mapping[str, Any]
     ) -> list[Score]:
         """Scores of completions of one prompt.
-
-        Args:
-            completions: All that are compared with each other.
-            values: `values` of each.
-            row: Their dataset row.
 
         Raises:
             RewardError, TimeoutError: there are no scores.
@@ -337,10 +323,7 @@ def _rules_of(section: RewardSection, data_source: str, *, is_by_source: bool) -
 def unusable_truth(section: RewardSection, row: Mapping[str, Any], *, is_by_source: bool) -> str | None:
     """Why the ground truth of a row cannot be compared with by the rules that score it; None if it can.
 
-    Args:
-        section: Where rewards come from.
-        row: The dataset row.
-        is_by_source: Completions have the reward by the rule of their data source where `section` names none.
+    `is_by_source`: completions have the reward by the rule of their data source where `section` names none.
     """
     truth = row["reward_model"].get("ground_truth")
     for rule, _ in _rules_of(section, row["data_source"], is_by_source=is_by_source):
@@ -363,10 +346,6 @@ def needs_parser(section: RewardSection, row: Mapping[str, Any]) -> bool:
 
 def check_rule(key: str, part: RewardPart) -> None:
     """Check the rule of a part, and its options.
-
-    Args:
-        key: Key of the part, `reward.parts.NAME`.
-        part: Part to check.
 
     Raises:
         PlanError: no such rule, or options that it does not have, lacks or cannot use.

@@ -52,11 +52,7 @@ class ServedReward:
     `pattern` finds last in what it writes. `kind=classifier` gives the conversation, or the filled `prompt`, to
     `POST url` as vLLM's `/classify` and `/pooling` take it, and reads the number at `score_at` of the JSON answer.
 
-    Args:
-        name: For messages.
-        part: Server, prompt and limits.
-        num_sharing: Processes that share the limits; each keeps its part of them.
-        timeout_s: Deadline of one request, seconds.
+    Each of the `num_sharing` processes keeps its part of the limits.
     """
 
     def __init__(self, name: str, part: RewardPart, *, num_sharing: int = 1, timeout_s: float = 60.0) -> None:
@@ -232,12 +228,7 @@ def at(value: Any, path: str) -> Any:
 
 
 class Window:
-    """Sliding window of a rate limit: at most `limit` within `period_s` seconds; times are arguments.
-
-    Args:
-        limit: Units per period.
-        period_s: Seconds.
-    """
+    """Sliding window of a rate limit: at most `limit` within `period_s` seconds; times are arguments."""
 
     def __init__(self, limit: float, period_s: float = 60.0) -> None:
         self._limit, self._period_s = limit, period_s
@@ -266,9 +257,7 @@ class Window:
 class RateLimit:
     """Rate limit: requests wait, in order, until requests and tokens per minute allow one more.
 
-    Args:
-        requests_per_minute: 0: any number.
-        tokens_per_minute: 0: any number.
+    A limit of 0 is none.
     """
 
     def __init__(self, *, requests_per_minute: float = 0.0, tokens_per_minute: float = 0.0) -> None:

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 def create_runtime(name: str, *, timeout_s: float = 600.0, heartbeat_s: float = 30.0) -> Runtime:
     """A runtime by name, and the secrets that its workers have. Ray is imported only when it is asked for.
 
-    Args:
-        name: `ray` or `inline`.
-        timeout_s: Deadline of a call to a worker, seconds.
-        heartbeat_s: How long a worker process may give no sign of life, seconds; nothing where workers are objects.
+    Deadline of calls, and the longest silence of a worker process, are seconds.
     """
     make_tokens()
     if name == "inline":

@@ -90,6 +90,8 @@ class ResourcePool:
     """Shown in messages."""
     num_workers: int
     """Processes."""
+    roles: tuple[str, ...] = ()
+    """Roles whose workers live there; shown in the plan."""
     num_cpus: float = 1.0
     """CPUs reserved for each process."""
     num_gpus: float = 0.0

@@ -27,10 +27,6 @@ def calls_of(worker: type) -> Mapping[str, Call]:
 class Mesh:
     """Mesh: the ranks of a group as a grid with named axes; neighbouring ranks differ in the last axis.
 
-    Args:
-        num_ranks: Ranks of the group.
-        axes: Size of each axis, outermost first; None: the group has none.
-
     Raises:
         ValueError: the sizes do not multiply to the number of ranks.
     """

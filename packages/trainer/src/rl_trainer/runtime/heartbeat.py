@@ -101,9 +101,6 @@ class Heartbeat:
     The Ray that this process has started is watched too. A raylet that is stopped is ended, and takes the workers
     along. Without its GCS nothing can be asked of Ray, which would end this process after a minute: it ends here, with
     one sentence.
-
-    Args:
-        heartbeat_s: How long a process may be silent, seconds.
     """
 
     def __init__(self, heartbeat_s: float) -> None:

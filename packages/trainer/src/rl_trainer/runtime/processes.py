@@ -48,9 +48,7 @@ _DUMP_FILES: list[Any] = []
 def describe(pid: int, dumps: str | None) -> str:
     """Describe a process of this machine: its state in a sentence, then the stacks of its threads.
 
-    Args:
-        pid: Process id.
-        dumps: File that `enable_stack_dumps` returned there; None of a process that did not call it.
+    `dumps` is the file that `enable_stack_dumps` returned there; None of a process that did not call it.
     """
     state = _state(pid)
     if state is None:

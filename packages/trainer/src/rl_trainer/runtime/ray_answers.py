@@ -25,12 +25,7 @@ _GATHER_S = 0.005
 
 
 class Answers:
-    """Answers of host processes: every wait has a deadline, and ends when a worker group's process dies.
-
-    Args:
-        heartbeat: Knows which processes hang.
-        timeout_s: Deadline of a call, seconds.
-    """
+    """Answers of host processes: every wait has a deadline, and ends when a worker group's process dies."""
 
     def __init__(self, heartbeat: Heartbeat, timeout_s: float) -> None:
         self._heartbeat, self.timeout_s = heartbeat, timeout_s

@@ -41,11 +41,7 @@ _GIVE_UP_S = 30.0
 
 
 class Reaper:
-    """Handle of this controller's reaper process. Without /proc it does nothing: Ray has a reaper there.
-
-    Args:
-        death_grace_s: Seconds that the run's processes have to end by themselves after the controller died.
-    """
+    """Handle of this controller's reaper process. Without /proc it does nothing: Ray has a reaper there."""
 
     def __init__(self, *, death_grace_s: float = DEATH_GRACE_S) -> None:
         self._mark = secrets.token_hex(16)

@@ -66,10 +66,6 @@ class Tracker(ABC):
 class TrackerGroup:
     """Tracker group of a run: writes `metrics.jsonl` and passes records to each tracker. A context manager.
 
-    Args:
-        run: The run.
-        trackers: Installed trackers, by name, with their keyword arguments.
-
     Raises:
         InputError: a tracker could not be made; those before it are closed.
     """

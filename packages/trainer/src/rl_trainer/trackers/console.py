@@ -104,10 +104,7 @@ def progress_lines(
 ) -> Generator[Callable[[], None]]:
     """Print the current activity whenever `silence_s` seconds brought no line; prints nothing in a terminal.
 
-    Args:
-        console: Where to.
-        doing: Gives the line, on another thread.
-        silence_s: Seconds since the last line.
+    `doing` gives the line, on another thread.
 
     Yields:
         A function to call where a line was printed.

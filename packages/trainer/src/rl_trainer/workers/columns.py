@@ -50,11 +50,8 @@ def to_columns(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Columns and tags of groups. Ragged columns are jagged tensors; "per token" means per completion token.
 
-    Args:
-        groups: Complete ones.
-        has_experts: Write `EXPERTS`.
-        reader: Write `IMAGES`, and the images' places in the ids.
-        num_known: Ids of the tokenizer; sampled tokens beyond are counted. None: all are known.
+    `has_experts` writes `EXPERTS`, a `reader` writes `IMAGES` and the images' places in the ids. Sampled ids beyond the
+    tokenizer's `num_known` are counted.
 
     Raises:
         TrainerError: rewards have different parts, a server did not tell the experts of every token, or images and
@@ -194,9 +191,6 @@ IMAGES = ("pixel_values", "image_grid_thw")
 
 class ImageReader:
     """Image reader: the model's own image processor, as servers use it.
-
-    Args:
-        folder: Folder of a model that takes images (`rl_engine.types.ModelFacts`).
 
     Raises:
         InputError: the processor cannot be loaded.

@@ -274,9 +274,7 @@ class EngineWorker(EngineRank):
     def compute_teacher_log_prob(self, batch: BatchMeta, writes: list[bool] | None = None) -> BatchMeta:
         """Write the teacher's columns that the distillation loss reads; this engine holds the teacher.
 
-        Args:
-            batch: A row or more for each rank.
-            writes: Flag of each row: whether its columns are written, all of a rank's or none. None: they all are.
+        `writes` is a flag of each row, all of a rank's or none: whether its columns are written. None: they all are.
         """
         assert self._teacher is not None, "it is asked of the teacher alone"
         prompt = _PROMPT if self._teacher.context is None else TEACHER_PROMPT
@@ -301,10 +299,7 @@ class EngineWorker(EngineRank):
 
         A rank reads the columns of its own groups; whole-batch statistics are reduced over the ranks as moments.
 
-        Args:
-            batch: Scored rows of one training step.
-            kl_coef: Coefficient of the KL to the reference in the rewards; only with `algorithm.kl_in_reward`.
-            seed: Seeds the choice of tokens of Clip-Cov and KL-Cov.
+        `seed` is that of the choice of tokens of Clip-Cov and KL-Cov.
         """
         context = self._context
         if context.world_size == 1:
@@ -326,12 +321,7 @@ class EngineWorker(EngineRank):
 
     @register(Dispatch.SPLIT_REDUCED)
     def update_actor(self, batch: BatchMeta, entropy_coef: float | None = None) -> UpdateReport:
-        """Take one optimizer step on a mini-batch.
-
-        Args:
-            batch: Its rows.
-            entropy_coef: Weight of the entropy bonus; None: that of the configuration.
-        """
+        """Take one optimizer step on a mini-batch."""
         config = self._algorithm
         columns = [*self._inputs, "advantages", "rollout_logprobs"]
         columns += ["ref_logprobs"] if config.kl_coef > 0 and not config.kl_in_reward else []
@@ -354,10 +344,7 @@ class EngineWorker(EngineRank):
     def send_weights(self, version: int, num_receivers: int, address: str | None = None) -> SyncReport | None:
         """Send gathered weights to every server once all have joined: all ranks gather, rank 0 sends and reports.
 
-        Args:
-            version: Of the weights.
-            num_receivers: Receivers of the session.
-            address: Of the session; None: the one that the actor was created with.
+        Without `address` by the session that the actor was created with.
 
         Raises:
             SyncAbortedError: it failed on either side, or was called off.
@@ -377,10 +364,8 @@ class EngineWorker(EngineRank):
 
         Returns where each is reached.
 
-        Args:
-            layouts: Shards that every rank of the engine holds.
-            targets: Slices that every rank of a replica takes; None: its one rank takes all.
-            address: Pattern of a session's address, with `{rank}`, `{target}` and `{host}`.
+        `targets` are the slices that every rank of a replica takes; None: its one rank takes all. The address is a
+        pattern with `{rank}`, `{target}` and `{host}`.
         """
         return [self._weights.open(layouts, targets, address)]
 

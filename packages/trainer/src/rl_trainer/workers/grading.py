@@ -75,11 +75,6 @@ class Grading:
     """Grading hooks of `AgentRunner.run_groups`; `scored` reads the scores. A scorer that raises is a counted failure.
 
     What judges one completion does so as its rollout ends, and what compares completions when their group does.
-
-    Args:
-        rows: Rows of the results.
-        scorer: Gives the scores.
-        penalty: Penalty by number of completion tokens.
     """
 
     def __init__(self, rows: Sequence[Row], scorer: Scorer, penalty: Callable[[int], float] | None = None) -> None:

@@ -47,11 +47,7 @@ def average_folders(reference: Path, policy: Path, into: Path, decay: float) -> 
 
     In bfloat16 a small step would be rounded away. What is no float is the policy's, and so is the rest of the folder.
 
-    Args:
-        reference: A Hugging Face folder of safetensors files.
-        policy: Another of the same model; which tensors there are goes by it.
-        into: Made anew.
-        decay: 0 copies the policy.
+    `into` is made anew.
 
     Raises:
         InputError: the reference lacks a tensor.

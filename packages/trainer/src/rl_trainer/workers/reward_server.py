@@ -29,11 +29,7 @@ class RewardServers:
     With `heartbeat_s`, the end of a server, or one that is stopped for so long, ends this process too: whoever needs
     its rewards hears of that at once.
 
-    Args:
-        context: Rank 0 serves; the other ranks of a pool that is shared have nothing to do.
-        folders: Model folder of each part of the reward.
-        timeout_s: Deadline of a start, seconds.
-        heartbeat_s: How long a server may be stopped, seconds; None where this process is not this worker's alone.
+    Rank 0 serves. `heartbeat_s` is None where this process is not this worker's alone.
     """
 
     def __init__(

@@ -121,9 +121,7 @@ class ServedTeacherWorker:
 class Teachers:
     """Has every row scored by the teacher of its `data_source`.
 
-    Args:
-        by_source: Teachers by `data_source`; that of "" has the rows of all others.
-        num_ranks: Ranks of each teacher's engine; a call has a row for each of them.
+    The teacher of "" has the rows of all other sources. A call has a row for each of an engine's `num_ranks`.
     """
 
     def __init__(self, by_source: Mapping[str, EngineWorker], num_ranks: int) -> None:

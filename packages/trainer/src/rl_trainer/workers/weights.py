@@ -42,14 +42,7 @@ class LocalWeights:
 
 
 class WeightSessions:
-    """Sessions by which a rank of an engine sends its weights.
-
-    Args:
-        engine: The engine, whose weights are sent.
-        context: The rank.
-        address: Address of the session of gathered weights.
-        timeout_s: Deadline of a sync, seconds.
-    """
+    """Sessions by which a rank of an engine sends its weights."""
 
     def __init__(self, engine: Engine, context: WorkerContext, address: str | None, timeout_s: float) -> None:
         self._engine, self._context, self._address = engine, context, address
