@@ -828,7 +828,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tiny_model(folder: Path) -> Path:
-    from rl_trainer.config import WarmupConfig, load_config
+    from rl_trainer.config import load_config
+    from rl_trainer.config.schema import WarmupConfig
     from rl_trainer.data import load_datasets
     from rl_trainer.data.warmup import make_small_model
 

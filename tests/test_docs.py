@@ -67,7 +67,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
-    from rl_trainer.config import WarmupConfig, load_config
+    from rl_trainer.config import load_config
+    from rl_trainer.config.schema import WarmupConfig
     from rl_trainer.data import load_datasets
     from rl_trainer.data.warmup import make_small_model
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_trainer.config import AgentSection, AlgorithmConfig, BatchConfig, RewardSection, WarmupConfig, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AgentSection, AlgorithmConfig, BatchConfig, RewardSection, WarmupConfig
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
 from rl_trainer.runtime.base import WorkerContext

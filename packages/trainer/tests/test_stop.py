@@ -149,4 +149,4 @@ def test_a_step_that_waits_for_rewards_is_given_up(tmp_path):
     assert code == 130, output
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     assert RunState.read(checkpoint).step == seen - 1
-    assert not run._Patience(threading.Event()).is_over()
+    assert not run._patience(threading.Event())()

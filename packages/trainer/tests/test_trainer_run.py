@@ -31,15 +31,13 @@ def attempts(monkeypatch):
 
 @pytest.mark.promise("Up to `max_restarts` times; what dies before anything was measured ends the run")
 @pytest.mark.parametrize(("has_begun", "max_restarts", "wanted"), [(False, 3, 1), (True, 3, 4), (True, 0, 1)])
-def test_a_run_is_started_again_once_it_has_begun_and_so_often(
-    attempts, tmp_path, monkeypatch, has_begun, max_restarts, wanted
-):
-    monkeypatch.setattr(run, "Report", lambda _: SimpleNamespace(has_begun=has_begun))
+def test_a_run_is_started_again_once_it_has_begun_and_so_often(attempts, has_begun, max_restarts, wanted):
     config = load_config("quickstart", ["model.path=nowhere", f"max_restarts={max_restarts}"])
     told = Console(width=200, file=io.StringIO())
-    hooks = SimpleNamespace(stop=threading.Event(), on_step=None)
+    progress = SimpleNamespace(has_begun=has_begun)
+    begun = SimpleNamespace(stop=threading.Event(), progress=progress, console=told)
     with pytest.raises(WorkerDiedError, match="pool 'engine'"):
-        run._train(SimpleNamespace(config=config, datasets=None, rows=None), tmp_path, told, None, hooks)
+        run._train(config, None, begun)
     assert len(attempts) == wanted
     text = told.file.getvalue()
     assert text.count("from the start, because a worker of pool 'engine' died") == wanted - 1

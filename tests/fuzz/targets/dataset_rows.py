@@ -2,7 +2,7 @@
 
 from _forms import json_of
 
-from rl_trainer.config import DataConfig
+from rl_trainer.config.schema import DataConfig
 from rl_trainer.data import rows
 from rl_trainer.errors import DataError
 

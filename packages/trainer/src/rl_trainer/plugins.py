@@ -14,11 +14,12 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points, packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution, entry_points, packages_distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
+from packaging.requirements import Requirement
 
 from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOPS, FILTERS = "rl_agent.loops", "rl_trainer.filters"
+_OWN = "rl-post-trainer"
+"""Our distribution, which runs already; Ray, which may be missing, is the runtime's alone."""
 _STAGE_READS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "rewards")
 
 
@@ -139,16 +142,21 @@ def named(
 
 
 def check(name: str, group: str, *, key: str) -> None:
-    """Check that a plug-in exists, without running its code; see `find`.
+    """Check that a plug-in exists and that its extra is installed, without running its code; see `find`.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: unknown (lists what there is), or known but incomplete (the pip line).
     """
     if isinstance(name, Serialized):
         return
     place, mark, attribute = name.rpartition(":")
     if not mark:
-        _installed(name, group, key)
+        point = _installed(name, group, key)
+        requirements = [Requirement(text) for text in point.dist.requires or []] if point.dist is not None else []
+        in_extra = [each for each in requirements if each.marker and each.marker.evaluate({"extra": name})]
+        in_all = [each for each in requirements if each.marker is None and point.dist.name != _OWN]
+        if missing := [each.name for each in (*in_all, *in_extra) if not is_installed(each.name)]:
+            raise ConfigError(f"{key}={name} needs {', '.join(missing)}: pip install '{point.dist.name}[{name}]'")
     elif place.endswith(".py"):
         file = Path(place)
         if not file.is_file():
@@ -161,6 +169,15 @@ def check(name: str, group: str, *, key: str) -> None:
             )
     elif importlib.util.find_spec(place.partition(".")[0]) is None:
         raise ConfigError(f"{key}={name} is not there: no module {place!r} is installed")
+
+
+def is_installed(package: str) -> bool:
+    """Whether a distribution is installed; nothing of it is imported."""
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,21 +96,20 @@ def run(
         prepared.show(console)
         prepared = replace(prepared, config=prepared.with_weights())
         try:
-            hooks = _Hooks(on_step=on_step or (lambda record: None), stop=stop or threading.Event())
-            return _run(prepared, output_dir, console, hooks)
+            return _run(prepared, output_dir, console, on_step or (lambda record: None), stop or threading.Event())
         except OSError as error:
             if error.errno in FULL and error.filename is None:  # of a library's write, which names no file
                 error.filename = str(output_dir)
             raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hooks:
-    on_step: Callable[[StepRecord], object]
-    stop: threading.Event
-
-
-def _run(prepared: Prepared, output_dir: Path, console: Console, hooks: _Hooks) -> dict[str, Any]:
+def _run(
+    prepared: Prepared,
+    output_dir: Path,
+    console: Console,
+    on_step: Callable[[StepRecord], object],
+    stop: threading.Event,
+) -> dict[str, Any]:
     config = prepared.config
     start = None if config.resume_from is None else Path(config.resume_from)
     if prepared.resume and start is None:  # killed before its first checkpoint
@@ -130,7 +129,23 @@ def _run(prepared: Prepared, output_dir: Path, console: Console, hooks: _Hooks) 
     )
     traced = profiled(output_dir if config.tracking.profile else None)
     with TrackerGroup(about, config.tracking.trackers) as trackers, traced:
-        return _train(prepared, output_dir, console, trackers, hooks)
+        began = time.perf_counter()
+        run = _Run(
+            output_dir=output_dir,
+            model_path=_model(config, prepared.datasets, output_dir, console),
+            console=console,
+            trackers=trackers,
+            progress=Report(output_dir),
+            stop=stop,
+            on_step=on_step,
+            rows=prepared.rows,
+        )
+        warmup_s = time.perf_counter() - began
+        found = _train(config, prepared.datasets, run)
+        found |= {"warmup_s": warmup_s, "total_s": time.perf_counter() - began, "output_dir": str(output_dir)}
+        summary = run.progress.finish(found)
+        trackers.finish(summary)
+        return summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,62 +163,21 @@ class _Run:
     rows: RowCheck
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    checkpoint: Path | None
-    """The newest."""
-    start_s: float
-    """Seconds until every worker had started."""
-    num_too_long: int
-    """Rows that were left out."""
-    num_bad: int
-    """Rows that were left out because they cannot be used."""
-
-
-def _train(
-    prepared: Prepared, output_dir: Path, console: Console, trackers: TrackerGroup, hooks: _Hooks
-) -> dict[str, Any]:
-    start = time.perf_counter()
-    config, datasets = prepared.config, prepared.datasets
-    model_path = _model(config, datasets, output_dir, console)
-    warmup_s = time.perf_counter() - start
-    run = _Run(
-        output_dir=output_dir,
-        model_path=model_path,
-        console=console,
-        trackers=trackers,
-        progress=Report(output_dir),
-        stop=hooks.stop,
-        on_step=hooks.on_step,
-        rows=prepared.rows,
-    )
+def _train(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
+    """Attempt the run until one attempt comes to its end; returns lines of the summary."""
     num_restarts = 0
     while True:
         try:
-            outcome = _attempt(config, datasets, run)
-            break
+            found = _attempt(config, datasets, run)
+            return found | {"interrupted": run.stop.is_set(), "restarts": num_restarts}
         except WorkerDiedError as error:
             if num_restarts == config.max_restarts or run.stop.is_set() or not run.progress.has_begun:
                 raise  # what dies before anything was measured has a reason that another start does not mend
             num_restarts += 1
             config, datasets = _again(config, run)
             since = "the start" if config.resume_from is None else Path(config.resume_from).name
-            told = f"restart {num_restarts} of max_restarts={config.max_restarts}, from {since}, because {error}"
-            console.print(told, highlight=False, markup=False, soft_wrap=True)
-    extra = {
-        "warmup_s": warmup_s,
-        "start_s": outcome.start_s,
-        "total_s": time.perf_counter() - start,
-        "interrupted": run.stop.is_set(),
-        "restarts": num_restarts,
-        "rows_too_long": outcome.num_too_long,
-        "rows_bad": outcome.num_bad,
-        "checkpoint": str(outcome.checkpoint),
-        "output_dir": str(output_dir),
-    }
-    summary = run.progress.finish(extra)
-    trackers.finish(summary)
-    return summary
+            line = f"restart {num_restarts} of max_restarts={config.max_restarts}, from {since}, because {error}"
+            run.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
@@ -219,8 +193,8 @@ def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
     return config, load_datasets(config.data, seed=config.seed, agent=config.agent)
 
 
-def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
-    """Place the components and follow the loop to its end; no worker outlives the attempt.
+def _attempt(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
+    """Place the components and follow the loop to its end, for lines of the summary; no worker outlives the attempt.
 
     Raises:
         WorkerDiedError: a worker died that the run needs, whatever error its peers raised for that.
@@ -237,7 +211,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
         components = _start(stack, config, datasets, run, state)
         start_s, timer = time.perf_counter() - start, PhaseTimer()
         if config.batch.replay is None:  # whose draws for a step cannot be taken back
-            components.source.should_stop = _Patience(run.stop).is_over
+            components.source.should_stop = _patience(run.stop)
         doing = _doing(config, components, run, timer, state.step)
         with _stop_when_asked(run.console, run.stop, timer), progress_lines(run.console, doing) as renew:
             records = run_loop(
@@ -252,12 +226,12 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> _Outcome:
             checkpoint = follow(records, components, config, state, output_dir, add=add, should_stop=run.stop.is_set)
             if config.engine.async_checkpoints:
                 checkpoints.finish(components)
-        return _Outcome(
-            checkpoint=checkpoint,
-            start_s=start_s,
-            num_too_long=components.num_too_long + components.source.num_too_long,
-            num_bad=datasets.num_bad + components.num_bad + components.source.order.num_bad,
-        )
+        return {
+            "start_s": start_s,
+            "rows_too_long": components.num_too_long + components.source.num_too_long,
+            "rows_bad": datasets.num_bad + components.num_bad + components.source.order.num_bad,
+            "checkpoint": str(checkpoint),
+        }
 
 
 def _start(stack: ExitStack, config: Config, datasets: Datasets, run: _Run, state: RunState) -> Components:
@@ -412,17 +386,16 @@ def create_elastic(config: Config, components: Components) -> Elastic | None:
     return Elastic(section, servers, **sizes, weights=components.weights)
 
 
-class _Patience:
-    """Time that a step has to end after the run was asked to stop."""
+def _patience(asked: threading.Event) -> Callable[[], bool]:
+    """Whether the run was asked to stop `STOP_GRACE_S` ago; the first question after that starts the clock."""
+    since = math.inf
 
-    def __init__(self, asked: threading.Event) -> None:
-        self._asked, self._since = asked, math.inf
+    def is_over() -> bool:
+        nonlocal since
+        since = min(since, time.monotonic()) if asked.is_set() else since
+        return time.monotonic() - since > STOP_GRACE_S
 
-    def is_over(self) -> bool:
-        """Whether the run was asked to stop `STOP_GRACE_S` ago; the first question after that starts the clock."""
-        if self._asked.is_set():
-            self._since = min(self._since, time.monotonic())
-        return time.monotonic() - self._since > STOP_GRACE_S
+    return is_over
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import rl_tq.registry
 from rl_trainer.algorithms import Aggregation, ValueLossFunction, estimator_named
@@ -47,7 +47,7 @@ from rl_trainer.pipeline.roles import (
 )
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
-from rl_trainer.pipeline.weight_sync import WeightSync
+from rl_trainer.pipeline.weight_sync import WeightSync, on_all
 from rl_trainer.pipeline.weight_transfer import (
     GatheredTransfer,
     ShardedTransfer,
@@ -72,7 +72,7 @@ from rl_trainer.workers.rollout import RolloutWorker
 from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rl_rollout.types import Capabilities, ServerAddress
@@ -83,31 +83,22 @@ if TYPE_CHECKING:
     from rl_trainer.data.sampler import Prompts
     from rl_trainer.runtime.base import ReplicaSet, Runtime
 
-R = TypeVar("R")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Values that every role of a job is started with."""
 
     config: Config
-    """Configuration of the run."""
     runtime: Runtime
-    """Starts processes; its pools are there."""
     model_path: Path
-    """Folder of the policy."""
     state: RunState
-    """Where the run goes on."""
     output_dir: Path | None
     """Folder of samples, and of a reference that moves."""
     name: str
     """Part of addresses that no other job has."""
     store: QueueWorker
-    """The queue's process."""
     queue_address: str
-    """Address of the queue."""
     weights_address: str
-    """Address of the weight sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +122,7 @@ class Servers:
     lent: ReplicaSet[RolloutWorker] | None
     """Those on the engine's GPUs while learning waits, asleep."""
     addresses: list[ServerAddress]
-    """Addresses of the replicas."""
     capabilities: list[Capabilities]
-    """What each of the replicas can."""
 
 
 def place(
@@ -154,7 +143,9 @@ def place(
     """
     job = open_job(config, runtime, model_path, state, output_dir)
     engines, servers = start_in_turn(job)
-    check_servers(job, servers, datasets)
+    has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
+    for can in servers.capabilities:
+        check_started(config, can, has_images=has_images)
     agents = create_agents(job, servers, engines.rewards)
     samples = create_samples(job, agents)
     prompts = create_prompts(job, datasets, agents)
@@ -226,9 +217,9 @@ def start_in_turn(job: Job) -> tuple[Engines, Servers]:
     try:
         if lends_engine(config):
             lent = create_servers(job, on_engine=True)
-            put_to_sleep(lent)
+            on_all(lent, RolloutWorker.sleep)  # their memory is for the engine
         if is_offloaded(config):
-            put_to_sleep(starting.result())
+            on_all(starting.result(), RolloutWorker.sleep)
         engines = create_engines(job)
         replicas = starting.result()
     finally:
@@ -239,8 +230,8 @@ def start_in_turn(job: Job) -> tuple[Engines, Servers]:
     return engines, Servers(
         replicas=replicas,
         lent=lent,
-        addresses=_answers(replicas, RolloutWorker.address),
-        capabilities=_answers(replicas, RolloutWorker.capabilities),
+        addresses=[*on_all(replicas, RolloutWorker.address).values()],
+        capabilities=[*on_all(replicas, RolloutWorker.capabilities).values()],
     )
 
 
@@ -257,13 +248,6 @@ def create_engines(job: Job) -> Engines:
         critic=create_critic(job),
         rewards=rewards,
     )
-
-
-def check_servers(job: Job, servers: Servers, datasets: Datasets) -> None:
-    """Check that the servers that started can what the run asks of them."""
-    has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
-    for can in servers.capabilities:
-        check_started(job.config, can, has_images=has_images)
 
 
 def create_prompts(job: Job, datasets: Datasets, agents: AgentReplicas) -> Prompts:
@@ -396,7 +380,7 @@ def create_reference(job: Job, actor: EngineWorker) -> tuple[EngineWorker | None
     config = job.config
     if not has_reference(config):
         return None, None
-    if is_own_reference(config):
+    if not has(config, "reference"):  # the actor with its adapter turned off
         return actor, None
     start, ema = ema_reference.start_of(config, job.model_path), config.algorithm.ref_ema
     reference = create_engine(replace(job, model_path=start), role="reference")
@@ -441,11 +425,6 @@ def entropy_of(config: Config, state: RunState) -> AdaptiveEntropy:
     return AdaptiveEntropy(coef=coef, target=algorithm.entropy_target, step=algorithm.entropy_step)
 
 
-def is_own_reference(config: Config) -> bool:
-    """Whether the actor, with its adapter turned off, is the reference too."""
-    return config.engine.lora is not None
-
-
 def create_rewards(job: Job) -> RewardServers | None:
     """Start the reward models that the run serves, asleep where they are colocated; None if there are none."""
     config = job.config
@@ -461,22 +440,6 @@ def create_rewards(job: Job) -> RewardServers | None:
         rewards.wake()  # what cannot be loaded is told now
         rewards.sleep()
     return rewards
-
-
-def put_to_sleep(servers: ReplicaSet[RolloutWorker]) -> None:
-    """Put replicas to sleep: their memory is for an engine on the same GPU."""
-    for answer in servers.call(RolloutWorker.sleep, dict.fromkeys(servers.wait(), ())).values():
-        if isinstance(answer, Exception):
-            raise answer
-
-
-def _answers(servers: ReplicaSet[RolloutWorker], method: Callable[[RolloutWorker], R]) -> list[R]:
-    """Answers of replicas, or the first error."""
-    answers = servers.call(method, dict.fromkeys(servers.wait(), ()))
-    for answer in answers.values():
-        if isinstance(answer, Exception):
-            raise answer
-    return [answer for answer in answers.values() if not isinstance(answer, Exception)]
 
 
 def create_engine(job: Job, role: str | None = None, *, num_candidates: int = 0) -> EngineWorker:

@@ -29,7 +29,7 @@ from rl_trainer.algorithms.distillation import coarse_jsd
 from rl_trainer.algorithms.kl_controller import estimate_kl
 from rl_trainer.algorithms.rollout_correction import correction_weights, rejection_mask
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
-from rl_trainer.config import AlgorithmConfig, TeacherSection
+from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LONGEST, GAMMA, LAMBDA = 9, 0.97, 0.9

@@ -10,7 +10,7 @@ import rl_tq
 from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import value_scan
 from rl_trainer.algorithms.selection import select_tokens
-from rl_trainer.config import AlgorithmConfig, TeacherSection
+from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 from rl_trainer.runtime.dispatch import cut
 from rl_trainer.workers.engine_worker import EngineWorker
 from rl_trainer.workers.teacher import Teachers

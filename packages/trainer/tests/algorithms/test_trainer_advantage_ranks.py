@@ -14,7 +14,7 @@ from rl_engine.types import EngineConfig
 from rl_trainer.algorithms import ADVANTAGES, AdvantageInput, compute_advantages
 from rl_trainer.algorithms.advantages import BatchRanks
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy, select_tokens
-from rl_trainer.config import AlgorithmConfig
+from rl_trainer.config.schema import AlgorithmConfig
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.base import Dispatch, ResourcePool, register
 from rl_trainer.workers.engine_worker import EngineWorker

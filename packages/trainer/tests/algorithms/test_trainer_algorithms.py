@@ -18,7 +18,8 @@ from rl_trainer.algorithms import (
     compute_advantages,
     loss_named,
 )
-from rl_trainer.config import AlgorithmConfig, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AlgorithmConfig
 from rl_trainer.errors import ConfigError
 from rl_trainer.planning.plan import make_plan
 

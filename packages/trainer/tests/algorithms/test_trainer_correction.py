@@ -12,7 +12,7 @@ from rl_trainer.algorithms.rollout_correction import (
     mismatch_metrics,
     rejection_mask,
 )
-from rl_trainer.config import AlgorithmConfig
+from rl_trainer.config.schema import AlgorithmConfig
 
 ROLLOUT = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5]))
 OLD = torch.log(torch.tensor([0.25, 0.9, 0.1, 0.5, 0.75]))  # ratios 0.5, 1.8, 0.2, 1, 1.5

@@ -14,7 +14,8 @@ from rl_csrc.reference.logprobs import coarse_kl
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.algorithms.distillation import coarse_jsd
-from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 from rl_trainer.errors import InputError, PlanError
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.planning.preflight import check_teacher

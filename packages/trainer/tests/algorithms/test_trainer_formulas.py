@@ -12,7 +12,7 @@ from rl_csrc.reference.logprobs import coarse_kl
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import AdvantageInput, PolicyLossFunction, compute_advantages
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
-from rl_trainer.config import AlgorithmConfig, TeacherSection
+from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 
 
 def drawn(seed):

@@ -17,7 +17,8 @@ from rl_trainer.algorithms.kl_controller import AdaptiveEntropy
 from rl_trainer.algorithms.rollout_correction import correction_weights
 from rl_trainer.algorithms.selection import beyond_moment, high_entropy
 from rl_trainer.checkpoints import RunState
-from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import has_old_pass
 from rl_trainer.planning.plan import make_plan

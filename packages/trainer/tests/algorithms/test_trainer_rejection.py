@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
 from rl_trainer.algorithms.rollout_correction import configured_weights, drop_rejected, finished_metrics
-from rl_trainer.config import AlgorithmConfig, TeacherSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 from rl_trainer.errors import PlanError
 from rl_trainer.pipeline.roles import has_old_pass
 from rl_trainer.planning.plan import make_plan

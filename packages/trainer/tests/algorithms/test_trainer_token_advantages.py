@@ -22,7 +22,7 @@ from rl_trainer.algorithms import (
 from rl_trainer.algorithms.advantages import FIELDS, value_scan
 from rl_trainer.algorithms.kl_controller import AdaptiveKl, estimate_kl
 from rl_trainer.algorithms.selection import select_tokens
-from rl_trainer.config import AlgorithmConfig
+from rl_trainer.config.schema import AlgorithmConfig
 from rl_trainer.errors import ConfigError
 
 

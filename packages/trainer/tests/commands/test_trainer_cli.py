@@ -21,7 +21,7 @@ def nothing_starts(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("rl_trainer.run._train", refuse)
+    monkeypatch.setattr("rl_trainer.run._run", refuse)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_plan_that_does_not_divide(capsys):
 @pytest.mark.process
 def test_backend_that_is_not_installed(capsys, key):
     error = refused(capsys, "quickstart", f"{key}=nonesuch", "data.options.num_rows=2000", "data.eval_size=16")
-    assert f"{key}='nonesuch' is not installed; installed are" in error
+    assert f"{key}='nonesuch' is not known; there are" in error
 
 
 def test_an_option_that_the_agent_loop_has_not(capsys):
@@ -160,7 +160,7 @@ def test_an_option_that_the_agent_loop_has_not(capsys):
     ],
 )
 def test_a_backend_that_lacks_a_package(capsys, monkeypatch, lost, told):
-    monkeypatch.setattr("rl_trainer.planning.preflight._is_installed", lambda name: name != lost)
+    monkeypatch.setattr("rl_trainer.plugins.is_installed", lambda name: name != lost)
     assert told in refused(capsys, "quickstart", "runtime=ray", "data.options.num_rows=2000", "data.eval_size=16")
 
 

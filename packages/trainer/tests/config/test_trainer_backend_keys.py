@@ -16,7 +16,8 @@ from packages.trainer.tests.support.stand_ins import FakeAgents
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_rollout.types import Capabilities
 from rl_trainer.checkpoints import RunState
-from rl_trainer.config import EngineSection, RolloutSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import EngineSection, RolloutSection
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError, InputError, PlanError
 from rl_trainer.pipeline.roles import actor_config, critic_config, frozen_config, is_offloaded, server_config

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_trainer.config import DataConfig
+from rl_trainer.config.schema import DataConfig
 from rl_trainer.data import PromptOrder, load_datasets
 from rl_trainer.data.rows import plain
 from rl_trainer.errors import DataError

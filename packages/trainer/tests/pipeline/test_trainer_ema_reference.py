@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from rl_trainer.config import EmaSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import EmaSection
 from rl_trainer.errors import InputError, PlanError
 from rl_trainer.pipeline.ema_reference import EmaReference, start_of
 from rl_trainer.planning.plan import make_plan

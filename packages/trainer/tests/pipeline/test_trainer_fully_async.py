@@ -5,7 +5,8 @@ from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 
 from rl_tq.types import BatchMeta
 from rl_trainer.checkpoints import RunState
-from rl_trainer.config import ReplaySection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import ReplaySection
 from rl_trainer.errors import PlanError, RolloutFailedError, StaleWeightsError
 from rl_trainer.loop import run_loop
 from rl_trainer.metrics import HeldGroup

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from packages.trainer.tests.support.stand_ins import FakeAgents
 from rich.console import Console
 
-from rl_trainer.config import DataConfig, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import DataConfig
 from rl_trainer.data import Datasets, load_datasets
 from rl_trainer.data.datasets import Record, Source, StreamedRows
 from rl_trainer.data.sampler import CurriculumOrder, MixtureOrder, PromptOrder, StreamOrder, make_prompts

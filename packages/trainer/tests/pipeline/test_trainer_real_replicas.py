@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rl_bench.waiting import until
-from rl_trainer.config import WarmupConfig, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import WarmupConfig
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
 

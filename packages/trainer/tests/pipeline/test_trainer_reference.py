@@ -33,7 +33,7 @@ def test_an_actor_without_its_adapter_is_a_reference_engine(model, tmp_path, mon
     monkeypatch.setattr(setup, "create_engine", lambda *args, **kwargs: created.append(1) or create(*args, **kwargs))
     own = metrics_of(tmp_path / "own", model)
     assert len(created) == 1
-    monkeypatch.setattr(setup, "is_own_reference", lambda config: False)
+    monkeypatch.setattr(setup, "has", lambda config, role: role == "reference")
     monkeypatch.setattr("rl_trainer.workers.engine_worker.EngineWorker._is_reference", lambda self, column: False)
     other = metrics_of(tmp_path / "other", model)
     assert len(created) == 3

@@ -9,7 +9,8 @@ from packages.trainer.tests.support.stand_ins import FakeAgents, QueueJob
 from rich.console import Console
 
 import rl_tq
-from rl_trainer.config import ReplaySection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import ReplaySection
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError
 from rl_trainer.loop import run_loop

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from rl_engine import EngineConfig, LoraConfig, OptimizerConfig, create_engine
 from rl_engine.types import LoraExport
 from rl_rollout.testing import write_tiny_model
-from rl_trainer.config import WarmupConfig, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import WarmupConfig
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
 from rl_trainer.errors import ConfigError

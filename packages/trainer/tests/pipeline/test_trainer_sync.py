@@ -12,7 +12,8 @@ import rl_tq
 from rl_engine.types import OptimizerConfig
 from rl_tq.types import BatchMeta
 from rl_trainer.algorithms.kl_controller import AdaptiveKl
-from rl_trainer.config import AlgorithmConfig, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AlgorithmConfig
 from rl_trainer.errors import PlanError, StaleWeightsError
 from rl_trainer.loop import mini_batches, run_loop
 from rl_trainer.pipeline.roles import actor_config, critic_config

@@ -19,7 +19,8 @@ from rl_agent.registry import create_tokenizer
 from rl_agent.testing import FakeGenerator
 from rl_agent.types import ToolResult
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
-from rl_trainer.config import AgentSection, RewardSection, TeacherSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AgentSection, RewardSection, TeacherSection
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
 from rl_trainer.workers.agent import PromptMeter, create_runner

@@ -51,5 +51,5 @@ def test_a_policy_is_evaluated_with_what_a_run_settles(settings, tmp_path):
     assert len(data.eval) == 5
     with pytest.raises(ConfigError, match="model.path is not set"):
         prepare_policy(load_config("quickstart", settings))
-    with pytest.raises(ConfigError, match="agent.loop='nowhere' is not installed"):
+    with pytest.raises(ConfigError, match="agent.loop='nowhere' is not known"):
         prepare_policy(load_config("quickstart", [*settings, f"model.path={model}", "agent.loop=nowhere"]))

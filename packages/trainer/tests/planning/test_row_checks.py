@@ -11,7 +11,8 @@ from packages.engine.tests.support.hub_server import serve_hub
 from rich.console import Console
 
 from rl_rollout.testing import write_tiny_model
-from rl_trainer.config import RewardPart, RewardSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.data.datasets import Datasets
 from rl_trainer.errors import ConfigError, InputError
 from rl_trainer.planning.preflight import program_facts

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_engine.types import BatchCounts, ModelOutput
 from rl_trainer.algorithms import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss, ValueLossFunction
-from rl_trainer.config import AlgorithmConfig, TeacherSection
+from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 
 pytestmark = pytest.mark.process  # no process, but a third of the core tier's time
 AGGREGATIONS, CORRECTIONS, REJECTIONS = (

@@ -13,9 +13,8 @@ import yaml
 from rl_agent.sandbox.launches import ScriptReader
 from rl_trainer import cli, equivalents, load_config
 from rl_trainer.algorithms import ADVANTAGES, POLICY_LOSSES
-from rl_trainer.config import RewardSection
-from rl_trainer.config.load import _all_keys
-from rl_trainer.config.schema import Config
+from rl_trainer.config.load import settings
+from rl_trainer.config.schema import RewardSection
 from rl_trainer.errors import ConfigError
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.recipes.from_verl import convert
@@ -246,7 +245,7 @@ def test_an_error_knows_the_values_of_other_libraries(override, words):
 
 
 def test_the_table_names_keys_and_algorithms_that_exist():
-    keys = {*_all_keys(Config, "")}
+    keys = {each.name for each in settings()}
     for row in equivalents.rows():
         for key in row["ours"].split(", "):
             free = any(key.startswith(p) for p in ("algorithm.loss_options.", "agent.options.", "rollout.options."))

@@ -10,8 +10,7 @@ import pytest
 
 from rl_trainer import equivalents
 from rl_trainer.config.explain import names_elsewhere
-from rl_trainer.config.load import _all_keys
-from rl_trainer.config.schema import Config
+from rl_trainer.config.load import settings
 from rl_trainer.recipes.from_verl import convert
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -438,7 +437,7 @@ def wanted(row, name):
 
 
 def test_every_row_names_keys_that_are_ours():
-    keys = {*_all_keys(Config, "")}
+    keys = {each.name for each in settings()}
     free = ("algorithm.loss_options.", "agent.options.", "rollout.options.", "reward.parts.")
     for key, row in all_rows("verl"):
         ours = [*row.get("ours", "").split(", "), *row.get("set", {})]

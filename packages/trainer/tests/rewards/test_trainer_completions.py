@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.errors import PlanError
 from rl_trainer.rewards import Scorer, Thinking
 from rl_trainer.rewards.completions import code_of

@@ -9,7 +9,7 @@ from aiohttp import web
 from rl_agent.errors import described
 from rl_agent.proxy import RecordingProxy
 from rl_agent.testing import FakeGenerator, FakeTokenizer
-from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.errors import ConfigError, RewardError
 from rl_trainer.planning.preflight import check
 from rl_trainer.rewards import Scorer

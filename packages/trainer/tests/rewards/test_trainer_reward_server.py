@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from rl_bench.waiting import until
-from rl_trainer.config import RewardPart, RewardSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.errors import InputError, RewardError
 from rl_trainer.planning.preflight import check
 from rl_trainer.rewards import Scorer

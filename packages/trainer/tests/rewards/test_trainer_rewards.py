@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_trainer import plugins
-from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.errors import ConfigError, RewardError
 from rl_trainer.rewards import Score, Scorer
 from rl_trainer.rewards.process_pool import FunctionPool, _Process

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from rl_trainer.config import AgentSection, RewardPart, RewardSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import AgentSection, RewardPart, RewardSection
 from rl_trainer.errors import DataError, PlanError, RewardError
 from rl_trainer.planning.preflight import check
 from rl_trainer.rewards import Scorer, resolve_reward

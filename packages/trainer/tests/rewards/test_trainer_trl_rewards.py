@@ -7,7 +7,7 @@ import pytest
 
 import rl_agent
 from rl_agent.types import AgentLoopOutput
-from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.data.rows import checked as checked_row
 from rl_trainer.data.rows import completed
 from rl_trainer.errors import RewardError

@@ -11,7 +11,7 @@ import rl_agent
 import rl_tq
 from rl_agent.types import AgentLoopOutput
 from rl_bench.waiting import until
-from rl_trainer.config import BatchConfig
+from rl_trainer.config.schema import BatchConfig
 from rl_trainer.errors import TrainerError
 from rl_trainer.metrics import Evaluation
 from rl_trainer.pipeline.step_record import completion_metrics, part_means, record_of

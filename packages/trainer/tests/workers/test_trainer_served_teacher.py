@@ -13,7 +13,8 @@ import rl_rollout.registry
 import rl_tq
 from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import Capabilities, ServerConfig, TokenOutput
-from rl_trainer.config import TeacherSection, load_config
+from rl_trainer.config import load_config
+from rl_trainer.config.schema import TeacherSection
 from rl_trainer.errors import ConfigError, PlanError, TrainerError
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run

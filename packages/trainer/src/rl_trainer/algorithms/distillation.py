@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.types import ModelOutput
-    from rl_trainer.config import TeacherSection
+    from rl_trainer.config.schema import TeacherSection
 
 ALONE = "distill"
 """The `algorithm.loss` that learns from the teacher and from nothing else."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_trainer.config import AlgorithmConfig
+    from rl_trainer.config.schema import AlgorithmConfig
 
 GROUP = "rl_trainer.policy_losses"
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}

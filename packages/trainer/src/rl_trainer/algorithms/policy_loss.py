@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.types import ModelOutput
-    from rl_trainer.config import AlgorithmConfig, TeacherSection
+    from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 
 _SAMPLER = "rollout_logprobs"
 

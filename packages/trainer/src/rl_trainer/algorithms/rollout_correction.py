@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from rl_trainer.config import AlgorithmConfig
+    from rl_trainer.config.schema import AlgorithmConfig
 
 Level = Literal["token", "sequence"]
 RejectionLevel = Literal["token", "sequence", "sequence_mean", "sequence_max"]

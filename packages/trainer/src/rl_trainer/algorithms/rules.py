@@ -12,7 +12,8 @@ from rl_trainer.config.schema import CriticSection, refuse_unused
 from rl_trainer.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
-    from rl_trainer.config import AlgorithmConfig, Config
+    from rl_trainer.config import Config
+    from rl_trainer.config.schema import AlgorithmConfig
 
 
 def check_algorithm(config: Config) -> None:

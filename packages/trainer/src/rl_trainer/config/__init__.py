@@ -1,51 +1,6 @@
 """The configuration of a training run: one tree of dataclasses, filled from a recipe file and `key=value` overrides."""
 
 from rl_trainer.config.load import RECIPES, as_tree, load_config
-from rl_trainer.config.schema import (
-    AgentSection,
-    AlgorithmConfig,
-    BatchConfig,
-    Config,
-    CriticSection,
-    CurriculumSection,
-    DataConfig,
-    EmaSection,
-    EngineSection,
-    MixturePart,
-    ModelConfig,
-    PlacementSection,
-    ReplaySection,
-    RewardPart,
-    RewardSection,
-    RolloutSection,
-    StalenessSection,
-    TeacherSection,
-    TrackingSection,
-    WarmupConfig,
-)
+from rl_trainer.config.schema import Config
 
-__all__ = [
-    "RECIPES",
-    "AgentSection",
-    "AlgorithmConfig",
-    "BatchConfig",
-    "Config",
-    "CriticSection",
-    "CurriculumSection",
-    "DataConfig",
-    "EmaSection",
-    "EngineSection",
-    "MixturePart",
-    "ModelConfig",
-    "PlacementSection",
-    "ReplaySection",
-    "RewardPart",
-    "RewardSection",
-    "RolloutSection",
-    "StalenessSection",
-    "TeacherSection",
-    "TrackingSection",
-    "WarmupConfig",
-    "as_tree",
-    "load_config",
-]
+__all__ = ["RECIPES", "Config", "as_tree", "load_config"]

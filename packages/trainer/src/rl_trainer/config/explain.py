@@ -9,21 +9,23 @@ import ast
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from enum import Enum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent, wrap
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
 from rl_trainer import equivalents
-from rl_trainer.config.load import as_tree, layers
-from rl_trainer.config.schema import Config
+from rl_trainer.config.load import Setting, as_tree, is_named, layers, settings, unknown_key
 from rl_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_trainer.config.schema import Config
 
 _PACKAGES = ("rl_agent", "rl_engine", "rl_rollout", "rl_trainer")
 
@@ -49,31 +51,22 @@ class Key:
 @cache
 def keys() -> Mapping[str, Key]:
     """Every key, in the order of the schema."""
-    return {key.name: key for key in _keys(Config, "")}
+    return {each.name: _key(each) for each in settings()}
 
 
-def _keys(cls: type, prefix: str) -> list[Key]:
-    found: list[Key] = []
-    hints, docs = get_type_hints(cls, include_extras=True), docs_of(cls)
-    for each in (f for f in fields(cls) if f.init):
-        hint = hints[each.name]
-        section = section_of(hint)
-        owner = next(c for c in reversed(cls.__mro__) if each.name in vars(c).get("__annotations__", {}))
-        doc = docs.get(each.name) or (inspect.getdoc(section) or "" if section else "")
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        key = Key(
-            name=prefix + each.name,
-            type=type_name(hint),
-            default="" if default is MISSING or is_dataclass(default) else _yaml(default),
-            doc=" ".join(doc.split("\n\n")[0].split()),
-            owner=owner.__module__.partition(".")[0].replace("_", "-").replace("rl-trainer", "rl-post-trainer"),
-            is_section=section is not None,
-        )
-        found.append(key)
-        if section is not None:
-            by_name = "NAME." if get_origin(_bare(hint)) in (Mapping, dict) else ""
-            found += _keys(section, f"{key.name}.{by_name}")
-    return found
+def _key(of: Setting) -> Key:
+    name, section = of.field.name, of.section
+    owner = next(c for c in reversed(of.cls.__mro__) if name in vars(c).get("__annotations__", {}))
+    doc = docs_of(of.cls).get(name) or (inspect.getdoc(section) or "" if section else "")
+    default = of.field.default if of.field.default_factory is MISSING else of.field.default_factory()
+    return Key(
+        name=of.name,
+        type=type_name(of.hint),
+        default="" if default is MISSING or is_dataclass(default) else _yaml(default),
+        doc=" ".join(doc.split("\n\n")[0].split()),
+        owner=owner.__module__.partition(".")[0].replace("_", "-").replace("rl-trainer", "rl-post-trainer"),
+        is_section=section is not None,
+    )
 
 
 @cache
@@ -95,19 +88,6 @@ def docs_of(cls: type) -> Mapping[str, str]:
             ):
                 found[field_.target.id] = inspect.cleandoc(text.value.value)
     return found
-
-
-def section_of(hint: Any) -> type | None:
-    """Dataclass of a section's type: at the key, or by name below it."""
-    hint = _bare(hint)
-    if is_dataclass(hint) and isinstance(hint, type):
-        return hint
-    inner = get_args(hint)
-    return next((found for each in inner if (found := section_of(each)) is not None), None)
-
-
-def _bare(hint: Any) -> Any:
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def type_name(hint: Any) -> str:
@@ -175,10 +155,8 @@ def find(name: str) -> Key:
     Raises:
         ConfigError: there is none.
     """
-    from rl_trainer.config.load import unknown_key
-
     for key in keys().values():
-        if re.fullmatch(re.escape(key.name).replace("NAME", r"[\w-]+"), name):
+        if is_named(key.name, name):
             return key
     raise ConfigError(unknown_key(name))
 

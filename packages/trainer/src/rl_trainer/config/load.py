@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -21,6 +23,8 @@ from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import absolute
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pydantic_core import ErrorDetails
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -154,20 +158,60 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
+class Setting(NamedTuple):
+    """One key of the schema, with its place in it."""
+
+    name: str
+    """Dotted; NAME is a placeholder of a user-defined name."""
+    cls: type
+    """Dataclass that has it."""
+    field: Field[Any]
+    hint: Any
+    section: type | None
+    """Dataclass of the keys below it, if there are any."""
+    is_by_name: bool
+    """Whether it holds such sections under user-defined names."""
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Every key, in the order of the schema."""
+    return tuple(_settings(Config, ""))
+
+
+def _settings(cls: type, prefix: str) -> Iterator[Setting]:
+    hints = get_type_hints(cls, include_extras=True)
+    for each in (f for f in fields(cls) if f.init):
+        hint = hints[each.name]
+        section, is_by_name = section_of(hint), get_origin(bare(hint)) is Mapping
+        found = Setting(f"{prefix}{each.name}", cls, each, hint, section, is_by_name)
+        yield found
+        if section is not None:
+            yield from _settings(section, f"{found.name}.NAME." if is_by_name else f"{found.name}.")
+
+
+def section_of(hint: Any) -> type | None:
+    """Dataclass of a section's type: at the key, or by name below it."""
+    hint = bare(hint)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return hint
+    return next((found for each in get_args(hint) if (found := section_of(each)) is not None), None)
+
+
+def bare(hint: Any) -> Any:
+    """Type without its annotations."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def is_named(name: str, key: str) -> bool:
+    """Whether a dotted key, which may contain user-defined names, is the one of a `Setting.name`."""
+    return re.fullmatch(re.escape(name).replace("NAME", r"[\w-]+"), key) is not None
+
+
 def _is_section(key: str) -> bool:
     """Whether a key is a section of the configuration, and not a single value such as `data.options`."""
-    section: type | None = Config
-    parts = key.split(".")
-    while parts:
-        name = parts.pop(0)
-        if section is None or name not in get_type_hints(section):
-            return False
-        is_by_name = _is_by_name(section, name)
-        section = _section_of(section, name)
-        if is_by_name and section is not None and not parts:
-            return False  # sections under names of the user's own: the mapping says which there are
-        del parts[: int(is_by_name)]
-    return section is not None
+    names = (each.name + ".NAME" * each.is_by_name for each in settings() if each.section is not None)
+    return any(is_named(name, key) for name in names)
 
 
 def _problem(error: ErrorDetails) -> str:
@@ -180,7 +224,7 @@ def _problem(error: ErrorDetails) -> str:
 
 def unknown_key(key: str) -> str:
     """Error text for an unknown key, with the nearest one of its section, or one of the same last name."""
-    keys = _all_keys(Config, "")
+    keys = [each.name for each in settings()]
     last = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]
     if not last and (others := _keys_elsewhere(key)):
         named = " or ".join(f"{ours} ({libraries})" for ours, libraries in others.items())
@@ -199,27 +243,6 @@ def _keys_elsewhere(name: str) -> dict[str, str]:
             if theirs and last == theirs.rpartition(".")[2] and library not in found.get(ours, ""):
                 found[ours] = f"{found[ours]} and {library}" if ours in found else library
     return found
-
-
-def _is_by_name(cls: type, key: str) -> bool:
-    """Whether a key holds sections under names of the user's own."""
-    return get_origin(get_type_hints(cls)[key]) is Mapping
-
-
-def _section_of(cls: type, key: str) -> type | None:
-    hint = get_type_hints(cls)[key]
-    return next((t for t in (hint, *getattr(hint, "__args__", ())) if is_dataclass(t) and isinstance(t, type)), None)
-
-
-def _all_keys(cls: type, prefix: str) -> list[str]:
-    keys: list[str] = []
-    for f in (each for each in fields(cls) if each.init):
-        section = _section_of(cls, f.name)
-        keys.append(prefix + f.name)
-        if section is not None:
-            name = "NAME." if _is_by_name(cls, f.name) else ""
-            keys += _all_keys(section, f"{prefix}{f.name}.{name}")
-    return keys
 
 
 def _check_numbers(value: Any, key: str) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_agent.errors import AgentError
 from rl_agent.registry import create_environments
-from rl_trainer.config import DataConfig
+from rl_trainer.config.schema import DataConfig
 from rl_trainer.data.rows import (
     ReasoningGymOptions,
     Row,
@@ -39,7 +39,7 @@ from rl_trainer.plugins import named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from rl_trainer.config import AgentSection
+    from rl_trainer.config.schema import AgentSection
 
 GROUP = "rl_trainer.datasets"
 """Entry points of `data.format`s: callables `(config: DataConfig, *, seed: int)` that give an object with `train` and

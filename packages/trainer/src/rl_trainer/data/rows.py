@@ -25,7 +25,7 @@ from rl_trainer.errors import ConfigError, DataError, PlanError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_trainer.config import DataConfig
+    from rl_trainer.config.schema import DataConfig
 
 Row = dict[str, Any]
 

@@ -24,7 +24,7 @@ from rl_trainer.errors import InputError, TrainerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_trainer.config import WarmupConfig
+    from rl_trainer.config.schema import WarmupConfig
     from rl_trainer.data import Row
 
 SHIPPED = Path(__file__).parents[1] / "recipes" / "quickstart.safetensors"

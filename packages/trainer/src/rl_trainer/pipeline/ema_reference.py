@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from rl_trainer.errors import InputError
 
 if TYPE_CHECKING:
-    from rl_trainer.config import Config, EmaSection
+    from rl_trainer.config import Config
+    from rl_trainer.config.schema import EmaSection
     from rl_trainer.workers.engine_worker import EngineWorker
     from rl_trainer.workers.reference import ReferenceWorker
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rl_tq.base import TransferQueue
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import ReplaySection
+    from rl_trainer.config.schema import ReplaySection
 
 PARTITION = "history"
 """Partition of the queue with replayable rows."""

@@ -13,7 +13,7 @@ from rl_trainer.workers.columns import GIVEN, TOOL_ERROR, TRUNCATED
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_trainer.config import ReplaySection
+    from rl_trainer.config.schema import ReplaySection
     from rl_trainer.metrics import Evaluation
     from rl_trainer.pipeline.rollout_source import Generated, RolloutSource
     from rl_trainer.pipeline.staleness import AgeBound

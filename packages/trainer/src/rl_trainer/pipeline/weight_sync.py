@@ -68,10 +68,10 @@ class WeightSync:
         if self._lent is not None and self.lent_in_use:
             self.lent_in_use = ()
             self._agents.use_servers([*self.in_use.values()])  # what is in flight goes on there
-            _on_all(self._lent, RolloutWorker.sleep)
+            on_all(self._lent, RolloutWorker.sleep)
             self._actor.onload()
         if self._is_offloaded:
-            _on_all(self.servers, RolloutWorker.sleep)
+            on_all(self.servers, RolloutWorker.sleep)
             if self._rewards is not None:
                 self._rewards.sleep()
             self._actor.onload()
@@ -95,12 +95,12 @@ class WeightSync:
     def _sync_and_yield(self, version: int, replicas: ReplicaSet[RolloutWorker]) -> SyncReport:
         """Sync, in whose course the actor's memory becomes that of these replicas."""
         self._actor.offload_optimizer()  # before the replicas take the memory of their weights
-        _on_all(replicas, RolloutWorker.wake, ("weights",))
+        on_all(replicas, RolloutWorker.wake, ("weights",))
         report = self._sync(version)
         if replicas is self._lent:
             self._send_lent(version, replicas)
         self._actor.offload()
-        _on_all(replicas, RolloutWorker.wake, ("kv_cache",))
+        on_all(replicas, RolloutWorker.wake, ("kv_cache",))
         return report
 
     def _send_lent(self, version: int, lent: ReplicaSet[RolloutWorker]) -> None:
@@ -110,7 +110,7 @@ class WeightSync:
         """
         assert self._lent_transfer is not None, "lent replicas have one"
         members = lent.wait()
-        counts = {member: answer.count for member, answer in _on_all(lent, RolloutWorker.declare_receivers).items()}
+        counts = {member: answer.count for member, answer in on_all(lent, RolloutWorker.declare_receivers).items()}
         sessions = self._lent_transfer.addresses(members)
         with ThreadPoolExecutor(1, thread_name_prefix="lent-weights") as thread:
             arguments = {member: (sessions[member], version) for member in members}
@@ -121,7 +121,7 @@ class WeightSync:
                 _dismiss(self._lent_transfer, updated, error)
                 raise
             _raise_first(updated.result())
-        self.lent_in_use = tuple(_on_all(lent, RolloutWorker.address).values())
+        self.lent_in_use = tuple(on_all(lent, RolloutWorker.address).values())
         self._agents.use_servers([*self.in_use.values(), *self.lent_in_use])
 
     def death(self) -> WorkerDiedError | None:
@@ -220,7 +220,7 @@ def _dismiss(transfer: WeightTransfer, updated: Future[Any], error: BaseExceptio
             transfer.dismiss(str(error) or repr(error))
 
 
-def _on_all(replicas: ReplicaSet[RolloutWorker], method: Callable[..., R], *arguments: Any) -> dict[int, R]:
+def on_all(replicas: ReplicaSet[RolloutWorker], method: Callable[..., R], *arguments: Any) -> dict[int, R]:
     """Call a method of all replicas; raises the first error."""
     return _raise_first(replicas.call(method, dict.fromkeys(replicas.wait(), arguments)))
 

@@ -26,7 +26,8 @@ from rl_trainer.pipeline.roles import actor_config, home_of
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_trainer.config import Config, EngineSection
+    from rl_trainer.config import Config
+    from rl_trainer.config.schema import EngineSection
 
 _TIMEOUT_S = 300.0
 """Deadline of a child process, which imports torch and its backend, seconds."""

@@ -8,13 +8,10 @@ import inspect
 import json
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
-
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING, NamedTuple
 
 import rl_ckpt.registry
 import rl_rollout.registry
@@ -28,7 +25,6 @@ from rl_trainer import plugins
 from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.checkpoints import check_output_dir
 from rl_trainer.data import shows_images
-from rl_trainer.equivalents import hint
 from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.pipeline.roles import (
     actor_config,
@@ -55,12 +51,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
     from rl_rollout.types import Capabilities
-    from rl_trainer.config import AgentSection, Config, TeacherSection, TrackingSection
+    from rl_trainer.config import Config
+    from rl_trainer.config.schema import AgentSection, TeacherSection
     from rl_trainer.data import Row
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-_OWN = "rl-post-trainer"
 
 _PROGRAMS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt_llm"}
 """Package that a rollout backend's server is started from, unless rollout.options.command names a program."""
@@ -75,8 +70,7 @@ def with_models(config: Config) -> Config:
     Raises:
         InputError: the hub has no such model, or does not answer.
     """
-    path = _model_folder(config.model.path, "model.path", has_weights=False)
-    config = replace(config, model=replace(config.model, path=path))
+    config = with_policy(config, config.model.path, has_weights=False)
     if config.critic is not None:
         config = replace(config, critic=replace(config.critic, path=_model_folder(config.critic.path, "critic.path")))
     if (teacher := config.teacher) is not None:
@@ -86,13 +80,14 @@ def with_models(config: Config) -> Config:
     return config
 
 
-def with_policy(config: Config, path: str | None) -> Config:
-    """The configuration with the folder of the policy at `path`, weights included.
+def with_policy(config: Config, path: str | None, *, has_weights: bool = True) -> Config:
+    """The configuration with the folder of the policy at `path`, by default with its weights.
 
     Raises:
         InputError: the hub has no such model, or does not answer.
     """
-    return replace(config, model=replace(config.model, path=_model_folder(path, "model.path")))
+    folder = _model_folder(path, "model.path", has_weights=has_weights)
+    return replace(config, model=replace(config.model, path=folder))
 
 
 def _model_folder(path: str | None, key: str, *, has_weights: bool = True) -> str | None:
@@ -124,8 +119,9 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
         (plugins.LOOPS, config.agent.loop, "agent.loop"),
         *((TRACKERS, name, "tracking.trackers") for name in config.tracking.trackers),
     ):
-        check_installed(group, name, key)
-    check_tracking(config.tracking)
+        plugins.check(name, group, key=key)
+    if config.tracking.keep_samples is True and not plugins.is_installed("pyarrow"):
+        raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
     check_model(config, has_weights=has_weights)
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
@@ -145,11 +141,11 @@ def check_policy(config: Config, rows: list[Row], *, is_served: bool) -> None:
     Raises:
         InputError: the first thing that cannot work.
     """
-    check_installed(plugins.LOOPS, config.agent.loop, "agent.loop")
+    plugins.check(config.agent.loop, plugins.LOOPS, key="agent.loop")
     check_model(config)
     _check_rollouts(config, rows)
     if not is_served:
-        check_installed("rl_rollout.backends", config.rollout.backend, "rollout.backend")
+        plugins.check(config.rollout.backend, "rl_rollout.backends", key="rollout.backend")
         _server_capabilities(config, str(config.model.path))
 
 
@@ -185,51 +181,6 @@ def check_loop_options(agent: AgentSection) -> None:
                 f"agent.options.{name} is not an option of agent.loop={agent.loop}; "
                 f"it has: {', '.join(known) or 'none'}"
             )
-
-
-def check_tracking(tracking: TrackingSection) -> None:
-    """Check that samples can be written."""
-    if tracking.keep_samples is True and not _is_installed("pyarrow"):
-        raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
-
-
-def check_installed(group: str, name: str, key: str) -> None:
-    """Check that an entry point exists and that what it and its extra need is installed, importing none of it.
-
-    Raises:
-        ConfigError: unknown (lists what is installed), or known but incomplete (the pip line).
-    """
-    if ":" in name or isinstance(name, plugins.Serialized):
-        plugins.check(name, group, key=key)
-        return
-    found = {point.name: point for point in entry_points(group=group)}
-    if name not in found:
-        there = ", ".join(sorted(found)) or "none"
-        raise ConfigError(f"{key}={name!r} is not installed{hint(key, name)}; installed are {there}")
-    missing = _missing_requirements(found[name])
-    if missing:
-        dist = found[name].dist
-        assert dist is not None, "entry points of installed packages know their distribution"
-        raise ConfigError(f"{key}={name} needs {', '.join(missing)}: pip install '{dist.name}[{name}]'")
-
-
-def _missing_requirements(point: EntryPoint) -> list[str]:
-    if point.dist is None:
-        return []
-    requirements = [Requirement(text) for text in point.dist.requires or []]
-    is_ours = point.dist.name == _OWN  # runs already; ray, which it may lack, is the runtime's alone
-    wanted = [
-        r for r in requirements if (not is_ours if r.marker is None else r.marker.evaluate({"extra": point.name}))
-    ]
-    return [r.name for r in wanted if not _is_installed(r.name)]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def check_model(config: Config, *, has_weights: bool = True) -> None:
@@ -346,52 +297,48 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     return entries | {token["content"]: token["id"] for token in values.get("added_tokens", [])}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Need:
-    """Capability that a run may need of its servers."""
+class _Need(NamedTuple):
+    """Capability that a run may need of its servers: who asks for it, who has it, and the error text without it."""
 
     asks: Callable[[Config], bool]
-    """Whether a configuration does."""
     is_met: Callable[[Capabilities], bool]
-    """Whether a server can."""
     sentence: str
-    """Error text after the backend's name: what is wrong without it, and what to do."""
     is_known_early: bool = True
     """Whether a server can answer before it has loaded its model."""
 
 
 _NEEDS = (
     _Need(
-        asks=lambda _: True,
-        is_met=lambda can: can.takes_token_ids and can.has_logprobs,
-        sentence="does not give the ids and log-probs of the tokens that it sampled, so that nothing can be learned "
-        "from them; choose another backend",
+        lambda _: True,
+        lambda can: can.takes_token_ids and can.has_logprobs,
+        "does not give the ids and log-probs of the tokens that it sampled, so that nothing can be learned from them; "
+        "choose another backend",
     ),
     _Need(
-        asks=lambda _: True,
-        is_met=lambda can: can.updates_weights,
-        sentence="takes no new weights with these rollout.options and this folder, so that the policy could not be "
-        "updated (weights that the server quantises, as by --quantization, are not those that were sent, and cannot be "
+        lambda _: True,
+        lambda can: can.updates_weights,
+        "takes no new weights with these rollout.options and this folder, so that the policy could not be updated "
+        "(weights that the server quantises, as by --quantization, are not those that were sent, and cannot be "
         "compared with them); choose other options, or another backend",
     ),
     _Need(
-        asks=is_offloaded,
-        is_met=lambda can: 2 in can.sleep_levels,
-        sentence="cannot give the memory of its weights back with these rollout.options, which rollout.colocated=true "
-        "needs; have its options turn sleeping on (vllm: --enable-sleep-mode among args), or set colocated=false",
+        is_offloaded,
+        lambda can: 2 in can.sleep_levels,
+        "cannot give the memory of its weights back with these rollout.options, which rollout.colocated=true needs; "
+        "have its options turn sleeping on (vllm: --enable-sleep-mode among args), or set colocated=false",
     ),
     _Need(
-        asks=lambda config: config.engine.router_replay,
-        is_met=lambda can: can.gives_routed_experts,
-        sentence="does not return the experts that it chose, which engine.router_replay=true needs; have its options "
-        "turn that on (vllm: --enable-return-routed-experts among args), or leave router_replay out",
+        lambda config: config.engine.router_replay,
+        lambda can: can.gives_routed_experts,
+        "does not return the experts that it chose, which engine.router_replay=true needs; have its options turn that "
+        "on (vllm: --enable-return-routed-experts among args), or leave router_replay out",
         is_known_early=False,
     ),
 )
 _IMAGES = _Need(
-    asks=lambda _: True,
-    is_met=lambda can: can.takes_images,
-    sentence="takes no images for this model, and rows of the data have some; choose another backend, or other rows",
+    lambda _: True,
+    lambda can: can.takes_images,
+    "takes no images for this model, and rows of the data have some; choose another backend, or other rows",
     is_known_early=False,
 )
 
@@ -588,25 +535,20 @@ def program_facts(config: Config) -> list[tuple[str, str]]:
     Raises:
         ConfigError: there is none.
     """
-    if config.rollout.backend not in _PROGRAMS:
-        return []
-    return [("server's program", _program(config))]
-
-
-def _program(config: Config) -> str:
     backend, command = config.rollout.backend, config.rollout.options.get("command")
+    if (package := _PROGRAMS.get(backend)) is None:
+        return []
     if command is None:
-        name = _PROGRAMS[backend]
-        if importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"rollout.backend={backend} starts {name}, which is not installed here; install it, or give "
+                f"rollout.backend={backend} starts {package}, which is not installed here; install it, or give "
                 "rollout.options.command the program of the environment that has it"
             )
-        return f"{name} of this environment"
+        return [("server's program", f"{package} of this environment")]
     program = command.split()[0] if isinstance(command, str) else command[0]
-    if (place := shutil.which(program)) is None:
+    if (path := shutil.which(program)) is None:
         raise ConfigError(f"rollout.options.command starts {program}, which is not there; give its whole path")
-    return place
+    return [("server's program", path)]
 
 
 def check_given(rows: Iterable[Row], count: int) -> None:

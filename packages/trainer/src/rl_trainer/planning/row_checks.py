@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from rl_agent.base import Generator as Server
-    from rl_trainer.config import Config, RewardSection
+    from rl_trainer.config import Config
+    from rl_trainer.config.schema import RewardSection
     from rl_trainer.data import Datasets
     from rl_trainer.data.datasets import StreamedRows
     from rl_trainer.data.rows import Row

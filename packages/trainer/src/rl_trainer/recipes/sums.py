@@ -10,7 +10,7 @@ from rl_trainer.data import Datasets
 from rl_trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from rl_trainer.config import DataConfig
+    from rl_trainer.config.schema import DataConfig
 
 OPERANDS = range(2, 30)
 _QUESTIONS = (

@@ -16,7 +16,7 @@ from rl_trainer.rewards.worker import GROUP
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rl_trainer.config import RewardSection
+    from rl_trainer.config.schema import RewardSection
     from rl_trainer.data import Row
 
 

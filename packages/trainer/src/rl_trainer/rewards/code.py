@@ -19,7 +19,7 @@ from rl_trainer.rewards.completions import code_of
 
 if TYPE_CHECKING:
     from rl_agent.types import SandboxReport
-    from rl_trainer.config import AgentSection, RewardSection
+    from rl_trainer.config.schema import AgentSection, RewardSection
 
 _OUTPUT_BYTES = 1 << 24
 """Bytes of output that are compared: as many as a file may have."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from rl_trainer.config import RewardPart, RewardSection
+from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.errors import PlanError, RewardError
 from rl_trainer.rewards import verl
 from rl_trainer.rewards.code import RULES as CODE_RULES

@@ -25,7 +25,7 @@ from rl_trainer.runtime.network import server_token
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_trainer.config import RewardPart
+    from rl_trainer.config.schema import RewardPart
 
 _CHARACTERS_PER_TOKEN = 4
 """A guess, until the server's answer has the count."""

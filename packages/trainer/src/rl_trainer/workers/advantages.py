@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_trainer.algorithms.advantages import BatchRanks
-    from rl_trainer.config import AlgorithmConfig
+    from rl_trainer.config.schema import AlgorithmConfig
 
 OLD_ENTROPY = "old_entropy"
 """Column of the entropy of the policy before the update."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
     from rl_tq.types import BatchMeta, Credit
-    from rl_trainer.config import AgentSection, BatchConfig, RewardSection, TeacherSection
+    from rl_trainer.config.schema import AgentSection, BatchConfig, RewardSection, TeacherSection
     from rl_trainer.data import Row
     from rl_trainer.rewards.scorer import Score
     from rl_trainer.runtime.base import WorkerContext

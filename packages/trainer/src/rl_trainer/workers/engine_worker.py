@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rl_engine.types import EngineConfig, ShardSpec
     from rl_rollout.types import TensorPart
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import AlgorithmConfig, TeacherSection
+    from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 
 _PROMPT = "prompt_token_ids"
 _TOKENS = (_PROMPT, "completion_token_ids", "loss_mask")

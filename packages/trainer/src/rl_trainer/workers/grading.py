@@ -16,7 +16,7 @@ from rl_trainer.workers.columns import GIVEN, ROLLOUT
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rl_trainer.config import BatchConfig
+    from rl_trainer.config.schema import BatchConfig
     from rl_trainer.data import Row
     from rl_trainer.workers.columns import Sample
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rl_rollout.base import RolloutServer
     from rl_tq.types import BatchMeta
-    from rl_trainer.config import TeacherSection
+    from rl_trainer.config.schema import TeacherSection
     from rl_trainer.workers.engine_worker import EngineWorker
 
 _AT_A_TIME = 256
