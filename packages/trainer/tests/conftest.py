@@ -39,7 +39,10 @@ def megatron_on_cpu(monkeypatch):
 
 
 METER = SimpleNamespace(
-    tokens=SimpleNamespace(num_tokens=None), reader=None, with_teacher_prompt=lambda sample, row: sample
+    tokens=SimpleNamespace(num_tokens=None),
+    reader=None,
+    teacher_prompt=lambda row: None,
+    with_teacher_prompt=lambda sample, row: sample,
 )
 
 

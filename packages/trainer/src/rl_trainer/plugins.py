@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, entry_points, packages_distributions
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, packages_distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -152,11 +152,13 @@ def check(name: str, group: str, *, key: str) -> None:
     place, mark, attribute = name.rpartition(":")
     if not mark:
         point = _installed(name, group, key)
-        requirements = [Requirement(text) for text in point.dist.requires or []] if point.dist is not None else []
+        if (owner := point.dist) is None:
+            return
+        requirements = [Requirement(text) for text in owner.requires or []]
         in_extra = [each for each in requirements if each.marker and each.marker.evaluate({"extra": name})]
-        in_all = [each for each in requirements if each.marker is None and point.dist.name != _OWN]
+        in_all = [each for each in requirements if each.marker is None and owner.name != _OWN]
         if missing := [each.name for each in (*in_all, *in_extra) if not is_installed(each.name)]:
-            raise ConfigError(f"{key}={name} needs {', '.join(missing)}: pip install '{point.dist.name}[{name}]'")
+            raise ConfigError(f"{key}={name} needs {', '.join(missing)}: pip install '{owner.name}[{name}]'")
     elif place.endswith(".py"):
         file = Path(place)
         if not file.is_file():
@@ -263,7 +265,7 @@ def _load(name: str, key: str) -> Any:
         raise ConfigError(f"{key}={name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _installed(name: str, group: str, key: str, known: Collection[str] = ()):  # noqa: ANN202 - importlib's own type
+def _installed(name: str, group: str, key: str, known: Collection[str] = ()) -> EntryPoint:
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
         there = ", ".join([*sorted(known), *sorted(installed)]) or "none"

@@ -69,7 +69,7 @@ from rl_trainer.workers.queue import QueueWorker, SampleWorker
 from rl_trainer.workers.reference import ReferenceWorker
 from rl_trainer.workers.reward_server import RewardServers
 from rl_trainer.workers.rollout import RolloutWorker
-from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
+from rl_trainer.workers.teacher import Teachers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +108,7 @@ class Engines:
     actor: EngineWorker
     reference: EngineWorker | None
     ema_reference: EmaReference | None
-    teacher: EngineWorker | ServedTeacherWorker | Teachers | None
+    teacher: EngineWorker | Teachers | None
     critic: CriticWorker | None
     rewards: RewardServers | None
 
@@ -470,21 +470,13 @@ def create_engine(job: Job, role: str | None = None, *, num_candidates: int = 0)
     )
 
 
-def create_teacher(job: Job, actor: EngineWorker) -> EngineWorker | ServedTeacherWorker | Teachers | None:
-    """Start the teachers, if the run has any, in their pool or behind a server; the policy may be its own teacher."""
+def create_teacher(job: Job, actor: EngineWorker) -> EngineWorker | Teachers | None:
+    """Start the teachers that the run loads, in their pool; the policy may be its own teacher."""
     config, teacher = job.config, job.config.teacher
-    if teacher is None:
+    if teacher is None or teacher.url is not None:  # agent workers ask a served one
         return None
     if is_self(teacher):
         return actor
-    if teacher.url is not None:
-        return job.runtime.create_group(
-            ServedTeacherWorker,
-            "queue",
-            teacher=teacher,
-            queue_address=job.queue_address,
-            timeout_s=config.timeout_s,
-        )
     engines = {
         source: create_engine(replace(job, model_path=path), "teacher", num_candidates=candidates_of(teacher))
         for source, path in teacher_folders(teacher).items()

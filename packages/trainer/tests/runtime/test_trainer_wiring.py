@@ -19,7 +19,6 @@ from rl_trainer.workers.engine_worker import EngineWorker
 from rl_trainer.workers.queue import QueueWorker, SampleWorker
 from rl_trainer.workers.reference import ReferenceWorker
 from rl_trainer.workers.rollout import RolloutWorker
-from rl_trainer.workers.teacher import ServedTeacherWorker
 
 
 class Group(SimpleNamespace):
@@ -137,7 +136,8 @@ def test_a_teacher_is_an_engine_or_a_client_of_a_server(placed):
     assert (components.teacher.config.model_path, components.teacher.config.num_candidates) == ("large", 5)
     assert made[EngineWorker].teacher == components.teacher.teacher
     components, made = placed("teacher.path=large", "teacher.url=http://there")
-    assert components.teacher is made[ServedTeacherWorker]
+    assert components.teacher is None, "agent workers ask it"
+    assert made[AgentWorker].teacher.url == "http://there"
     assert ReferenceWorker not in made
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_trainer.workers.critic import CriticWorker
     from rl_trainer.workers.engine_worker import EngineWorker
     from rl_trainer.workers.queue import SampleWorker
-    from rl_trainer.workers.teacher import ServedTeacherWorker, Teachers
+    from rl_trainer.workers.teacher import Teachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Components:
     """The reference: an engine with the start policy, or the actor itself if it trains an adapter; None without KL."""
     ema_reference: EmaReference | None = None
     """Moves the reference's weights after the policy's; None: they stay those of the start policy."""
-    teacher: EngineWorker | ServedTeacherWorker | Teachers | None = None
-    """The teacher of distillation, or several; the actor, where the policy is its own; None without one."""
+    teacher: EngineWorker | Teachers | None = None
+    """The teacher of distillation, or several; the actor, where the policy is its own; None without one, or served."""
     critic: CriticWorker | None = None
     """The critic: a value function, or PRIME's process reward model; None without one."""
     kl: AdaptiveKl = field(default_factory=lambda: AdaptiveKl(coef=0.0, target=0.0))

@@ -55,7 +55,7 @@ def _check_stream(config: Config, schedule: Schedule) -> None:
     """Check that streamed mini-batches have the gradients of a whole batch, and that streaming does something."""
     batch, barrier = config.batch, update_barrier(config)
     has_scores = has_old_pass(config) or has_reference(config) or bool(config.algorithm.stages)
-    has_scores = has_scores or config.critic is not None or config.teacher is not None
+    has_scores = has_scores or config.critic is not None or (config.teacher is not None and config.teacher.url is None)
     in_the_way = {
         "rollout.colocated=true, whose servers have to end before the engine may begin": bool(config.rollout.colocated),
         f"pipeline={config.pipeline}, which generates ahead": not schedule.is_on_policy,

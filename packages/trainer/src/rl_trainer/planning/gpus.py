@@ -76,8 +76,8 @@ def pools_of(config: Config) -> list[ResourcePool]:
     ]
     if not rollout.colocated:
         per_replica = rollout.parallel.num_ranks  # of one node: a bundle of Ray's is never spread
-        replicas = {"num_workers": rollout.num_replicas, "num_gpus": per_replica}
-        pools.append(ResourcePool(name="rollout", roles=("rollout",), **replicas))
+        num_replicas = rollout.num_replicas
+        pools.append(ResourcePool(name="rollout", num_workers=num_replicas, num_gpus=per_replica, roles=("rollout",)))
     agents = ResourcePool(name="agent", num_workers=config.agent.num_workers, roles=("agent workers",))
     return [*pools, agents, ResourcePool(name="queue", num_workers=1, roles=("queue",))]
 

@@ -8,10 +8,10 @@ import inspect
 import json
 import shutil
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import rl_ckpt.registry
 import rl_rollout.registry
@@ -297,7 +297,8 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     return entries | {token["content"]: token["id"] for token in values.get("added_tokens", [])}
 
 
-class _Need(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Need:
     """Capability that a run may need of its servers: who asks for it, who has it, and the error text without it."""
 
     asks: Callable[[Config], bool]

@@ -32,6 +32,7 @@ from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TOOL_ERROR, ImageR
 from rl_trainer.workers.grading import GradedGroup, Grading, group_filter, overlong_penalty, scored
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
+from rl_trainer.workers.teacher import ServedTeacher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -204,16 +205,15 @@ class PromptMeter:
         if images and self.reader is None:
             return "the prompt has images, and the model takes none; take it out"
         longest = len(ids)
-        if self._context is not None:
-            try:
-                longest = max(longest, len(self.teacher_prompt(row, self._context)))
-            except (DataError, RowError) as error:
-                return str(error)
+        try:
+            longest = max(longest, len(self.teacher_prompt(row) or ()))
+        except (DataError, RowError) as error:
+            return str(error)
         return longest if self.reader is None else longest + self.reader.num_added(images)
 
-    def teacher_prompt(self, row: Row, context: str) -> tuple[int, ...]:
-        """Token ids of a row's prompt with the context that the teacher alone sees."""
-        return self._tokenizer.prompt(with_context(row, context))[0]
+    def teacher_prompt(self, row: Row) -> tuple[int, ...] | None:
+        """Token ids of a row's prompt with the context that the teacher alone sees; None without one."""
+        return None if self._context is None else self._tokenizer.prompt(with_context(row, self._context))[0]
 
     def with_teacher_prompt(self, sample: Sample, row: Row) -> Sample:
         """Sample with the teacher's own prompt, if that has more context.
@@ -229,7 +229,7 @@ class PromptMeter:
                 "teacher.context is written below the prompt of a row, and the agent loop has asked something else; "
                 "use a loop that asks the prompt as it is, or leave context out"
             )
-        fields = {**output.extra_fields, TEACHER_PROMPT: self.teacher_prompt(row, self._context)}
+        fields = {**output.extra_fields, TEACHER_PROMPT: self.teacher_prompt(row)}
         return replace(output, extra_fields=fields), score
 
 
@@ -264,6 +264,9 @@ class AgentWorker:
         self._outcomes = _Outcomes()
         self._tokenizer = rl_agent.registry.create_tokenizer(model_path)
         self._num_evaluated = 0
+        self._served_teacher = None
+        if teacher is not None and teacher.url is not None:
+            self._served_teacher = ServedTeacher(teacher, num_sharing=context.world_size, timeout_s=timeout_s)
         self._scorer = Scorer(
             reward,
             num_sharing=context.world_size,
@@ -284,6 +287,8 @@ class AgentWorker:
 
     async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> RolloutRunner:
         await self._scorer.start()
+        if self._served_teacher is not None:
+            await self._served_teacher.start()
         self._replicas = Replicas(servers)
         trace_requests(self._replicas.router)
         server = ExpertAsking(self._replicas.router) if self._asks_experts else self._replicas.router
@@ -349,7 +354,11 @@ class AgentWorker:
         grading, num_sampled = self._grading(rows), group_size - self._num_given
 
         async def complete(group: GroupResult) -> GroupResult:
-            return await grading.complete(group, await self._given(group, grading, rows[group.row_index]))
+            row = rows[group.row_index]
+            group = await grading.complete(group, await self._given(group, grading, row))
+            if self._served_teacher is None or group.failures:
+                return group
+            return await self._served_teacher.complete(group, self._meter.teacher_prompt(row))
 
         finished = self._runner.run_groups(
             rows,
@@ -507,6 +516,8 @@ class AgentWorker:
         self._loop.run(self._runner.close(), 30.0)
         self._loop.run(self._replicas.router.stop(), 30.0)
         self._loop.run(self._scorer.close(), 30.0)
+        if self._served_teacher is not None:
+            self._loop.run(self._served_teacher.close(), 30.0)
         self._loop.close()
         self._queue.close()
 

@@ -31,6 +31,8 @@ ROLLOUT = "rollout_index"
 """Index of the rollout in its group: an extra field of the trajectory, and a column."""
 TEACHER_PROMPT = "teacher_prompt_token_ids"
 """Ragged int64: the prompt with `teacher.context`, as the teacher reads it; an extra field, and a column."""
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Log-probs of the completion under a teacher at `teacher.url`; an extra field, and a column."""
 TOOL_ERROR = "tool_error"
 """Tool, type and message of the last exception of a tool: an extra field of the trajectory, and a tag with its row."""
 GIVEN = "is_given"
@@ -90,11 +92,11 @@ def to_columns(
         **({"greedy_rewards": torch.tensor(greedy)} if greedy else {}),
         **({GIVEN: torch.tensor(given)} if any(given) else {}),
         **(_experts(outputs) if has_experts else {}),
-        **(
-            {TEACHER_PROMPT: _jagged([o.extra_fields[TEACHER_PROMPT] for o in outputs], torch.int64)}
-            if TEACHER_PROMPT in outputs[0].extra_fields
-            else {}
-        ),
+        **{
+            name: _jagged([o.extra_fields[name] for o in outputs], dtype)
+            for name, dtype in ((TEACHER_PROMPT, torch.int64), (TEACHER_LOGPROBS, torch.float32))
+            if name in outputs[0].extra_fields
+        },
         **_components(scores),
         **images,
     }

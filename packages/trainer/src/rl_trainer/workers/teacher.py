@@ -4,118 +4,109 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
-
 import rl_rollout.registry
-import rl_tq.registry
+from rl_agent.types import Failure, FailureKind, GroupResult
+from rl_rollout.errors import GenerationError, OverloadedError, RequestError, RequestTimeoutError
 from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig
 from rl_trainer.errors import ConfigError, TrainerError
-from rl_trainer.runtime.base import Dispatch, WorkerContext, register
-from rl_trainer.workers.columns import TEACHER_PROMPT
-from rl_trainer.workers.loop_thread import LoopThread
+from rl_trainer.workers.columns import TEACHER_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_agent.types import AgentLoopOutput
     from rl_rollout.base import RolloutServer
     from rl_tq.types import BatchMeta
     from rl_trainer.config.schema import TeacherSection
     from rl_trainer.workers.engine_worker import EngineWorker
 
 _AT_A_TIME = 256
-"""Requests in flight."""
+"""Requests in flight, of all agent workers together."""
+_OF_THE_ROW = (TrainerError, GenerationError, OverloadedError, RequestError, RequestTimeoutError)
+"""Errors of one request; a server that is lost ends the run."""
 
 
-class ServedTeacherWorker:
-    """Served teacher: asks a server for the log-probs of every completion token and writes them to the queue.
+class ServedTeacher:
+    """Served teacher: an agent worker asks it for the log-probs of a group's completions, before the group is put.
 
-    With `teacher.model` any OpenAI-compatible server that tells `prompt_logprobs`; without, one of rl-rollout's.
-
-    Raises:
-        ConfigError: the server does not tell the log-probs of a prompt.
+    With `teacher.model` any OpenAI-compatible server that has `prompt_logprobs`; without, one of rl-rollout's.
     """
 
-    def __init__(
-        self, context: WorkerContext, *, teacher: TeacherSection, queue_address: str, timeout_s: float
-    ) -> None:
-        del context
-        assert teacher.url is not None, "the caller has checked it"
-        self._url, self._timeout_s = teacher.url, timeout_s
-        self._prompt = "prompt_token_ids" if teacher.context is None else TEACHER_PROMPT
-        self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
-        self._loop = LoopThread("teacher")
-        self._server = self._loop.run(self._connect(teacher), timeout_s)
+    def __init__(self, teacher: TeacherSection, *, num_sharing: int, timeout_s: float) -> None:
+        self._teacher, self._timeout_s = teacher, timeout_s
+        self._turns = asyncio.Semaphore(max(_AT_A_TIME // num_sharing, 1))
+
+    async def start(self) -> None:
+        """Connect to the server.
+
+        Raises:
+            ConfigError: it does not return the log-probs of a prompt.
+        """
+        self._server = await self._connect(str(self._teacher.url))
         if not self._server.capabilities.gives_prompt_logprobs:
             raise ConfigError(
-                f"teacher.url={self._url} does not return the log-probs of a prompt's tokens; choose another"
+                f"teacher.url={self._teacher.url} does not return the log-probs of a prompt's tokens; choose another"
             )
 
-    async def _connect(self, teacher: TeacherSection) -> RolloutServer:
+    async def _connect(self, url: str) -> RolloutServer:
+        teacher = self._teacher
         if teacher.model is None:
-            server = rl_rollout.registry.connect_server(self._url, timeout_s=self._timeout_s)
+            server = rl_rollout.registry.connect_server(url, timeout_s=self._timeout_s)
             await server.check_health()
             return server
-        options = {"url": self._url, "tokenizer": teacher.path}
         config = ServerConfig(
-            model_path=teacher.model, max_model_len=1 << 30, options=options, timeout_s=self._timeout_s
+            model_path=teacher.model,
+            max_model_len=1 << 30,
+            options={"url": url, "tokenizer": teacher.path},
+            timeout_s=self._timeout_s,
         )
         server = rl_rollout.registry.create_server("openai", config)
         await server.start()
         return server
 
-    @register(Dispatch.RANK_ZERO)
-    def compute_teacher_log_prob(self, batch: BatchMeta) -> BatchMeta:
-        """Write `teacher_logprobs`, float32 of every completion token."""
-        names = (self._prompt, "completion_token_ids", "loss_mask")
-        data = self._queue.get(batch, names)
-        rows = [
-            tuple(part.tolist() for part in row) for row in zip(*(data[name].unbind() for name in names), strict=True)
-        ]
-        scored = self._loop.run(self._score_all(rows), self._timeout_s)
-        values = torch.tensor([value for row in scored for value in row], dtype=torch.float32)
-        column = torch.nested.nested_tensor_from_jagged(values, data["completion_token_ids"].offsets())
-        from tensordict import TensorDict
+    async def complete(self, group: GroupResult, prompt: Sequence[int] | None) -> GroupResult:
+        """Add `TEACHER_LOGPROBS` to a group's trajectories, or fail the group; `prompt` is the teacher's own."""
+        outputs = [output for rollout in group.rollouts for output in rollout]
+        try:
+            found = iter(await asyncio.gather(*(self._logprobs(each, prompt) for each in outputs)))
+        except _OF_THE_ROW as error:
+            failure = Failure(kind=FailureKind.GRADER, stage="teacher", message=str(error), is_retryable=False)
+            return replace(group, rollouts=(), failures=(*group.failures, failure))
+        taught = (
+            tuple(replace(o, extra_fields={**o.extra_fields, TEACHER_LOGPROBS: next(found)}) for o in rollout)
+            for rollout in group.rollouts
+        )
+        return replace(group, rollouts=tuple(taught))
 
-        columns = TensorDict({"teacher_logprobs": column}, batch_size=[len(batch)])
-        return self._queue.put(columns, partition=batch.partition, sample_ids=batch.sample_ids)
-
-    @register(Dispatch.RANK_ZERO)
-    def offload(self) -> None:
-        """Do nothing: the model is in the server."""
-
-    async def _score_all(self, rows: Sequence[tuple[list[int], ...]]) -> list[tuple[float, ...]]:
-        turns = asyncio.Semaphore(_AT_A_TIME)
-
-        async def score(number: int) -> tuple[float, ...]:
-            prompt, completion, mask = rows[number]
-            request = GenerateRequest(
-                request_id=f"teach-{number}",
-                prompt_token_ids=(*prompt, *completion),
-                sampling_params=SamplingParams(max_new_tokens=1),
-                sampled_spans=_runs(mask, len(prompt)),
-                returns_prompt_logprobs=True,
-                timeout_s=self._timeout_s,
+    async def _logprobs(self, output: AgentLoopOutput, prompt: Sequence[int] | None) -> tuple[float, ...]:
+        """Log-prob of every completion token."""
+        prompt = output.prompt_token_ids if prompt is None else prompt
+        completion = output.completion_token_ids
+        request = GenerateRequest(
+            request_id=f"teach-{id(output)}",
+            prompt_token_ids=(*prompt, *completion),
+            sampling_params=SamplingParams(max_new_tokens=1),
+            sampled_spans=_runs(output.loss_mask, len(prompt)),
+            returns_prompt_logprobs=True,
+            timeout_s=self._timeout_s,
+        )
+        async with self._turns:
+            answer = await self._server.generate(request)
+        found = answer.prompt_logprobs[len(prompt) - 1 :]
+        if len(found) != len(completion) or not all(map(math.isfinite, found)):
+            raise TrainerError(
+                f"teacher.url={self._teacher.url} returned {len(found)} log-probs of a completion of {len(completion)} "
+                f"tokens, {sum(map(math.isfinite, found))} of them finite; every token needs one"
             )
-            async with turns:
-                output = await self._server.generate(request)
-            found = output.prompt_logprobs[len(prompt) - 1 :]
-            if len(found) != len(completion) or not all(map(math.isfinite, found)):
-                raise TrainerError(
-                    f"teacher.url={self._url} returned {len(found)} log-probs of a completion of {len(completion)} "
-                    f"tokens, {sum(map(math.isfinite, found))} of them finite; every token needs one"
-                )
-            return found
+        return tuple(found)
 
-        return await asyncio.gather(*map(score, range(len(rows))))
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connections; the server goes on."""
-        self._loop.run(self._server.stop(), 30.0)
-        self._loop.close()
-        self._queue.close()
+        await self._server.stop()
 
 
 class Teachers:
