@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_trainer.config import load_config
-from rl_trainer.config.schema import AgentSection, AlgorithmConfig, BatchConfig, RewardSection, WarmupConfig
+from rl_trainer.config import Config, load_config
+from rl_trainer.config.schema import AlgorithmConfig, RolloutSection, WarmupConfig
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
 from rl_trainer.runtime.base import WorkerContext
@@ -62,16 +62,10 @@ def agent_worker(monkeypatch):
         monkeypatch.setattr(agent, "PromptMeter", lambda *_, **__: meter)
         monkeypatch.setattr(agent, "Replicas", lambda _: SimpleNamespace(router=FakeServer()))
         monkeypatch.setattr(agent, "create_runner", lambda *_: rl_agent.AgentRunner(lambda _: loop(None, None)))
-        given = {"config": AgentSection(), "reward": RewardSection(), "max_new_tokens": 5, "asks_experts": False}
-        given |= {
-            "batch": BatchConfig(),
-            "has_baseline": False,
-            "num_steps": 1,
-            "model_path": "",
-            "servers": [],
-            "queue_address": "",
-        }
-        return agent.AgentWorker(WorkerContext(rank=0, world_size=1), timeout_s=60.0, **given | options)
+        given = {"has_baseline": options.pop("has_baseline", False), "model_path": "", "servers": []}
+        config = Config(rollout=RolloutSection(max_new_tokens=5), runtime="inline", **options)
+        context = WorkerContext(rank=0, world_size=1)
+        return agent.AgentWorker(context, config=config, queue_address="", timeout_s=60.0, **given)
 
     return make
 

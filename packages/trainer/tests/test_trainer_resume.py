@@ -133,7 +133,7 @@ def test_rows_after_the_step_are_cleared_and_missing_reported():
     held = HeldGroup(group_id=2, row_index=0, place=0, released=1, attempt=1)
 
     def resume(queue, groups):
-        state = RunState(seed=0, num_rows=9, held=tuple(group.as_tuple() for group in groups))
+        state = RunState(seed=0, num_rows=9, held=tuple(groups))
         job = QueueJob(settings, FakeAgents(settings, queue), state)
         job.source.resume(job.held)
         return job.source
@@ -154,7 +154,7 @@ def test_rows_after_the_step_are_cleared_and_missing_reported():
     with rl_tq.serve("inproc://") as queue:
         queue.put({"group_id": [1]}, partition="train", tags=tags)
         with pytest.raises(InputError, match="no rows of group 7; resume from another"):
-            resume(queue, [replace(held, group_id=7)])
+            resume(queue, [held._replace(group_id=7)])
 
 
 @pytest.mark.process

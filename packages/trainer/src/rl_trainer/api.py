@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_trainer.config import load_config
+from rl_trainer.config.load import flat
 from rl_trainer.data.rows import completed, plain, without_filled
 from rl_trainer.errors import ConfigError, DataError
 from rl_trainer.output_dir import new_output_dir, write_whole
@@ -19,7 +19,7 @@ from rl_trainer.plugins import Serialized
 from rl_trainer.run import run as run_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from rich.console import Console
 
@@ -80,7 +80,7 @@ def train(
         keys["data.path"] = data
     own = {"model.path": model, "reward.path": reward, "algorithm.advantage": advantage, "algorithm.loss": loss}
     keys |= {key: value for key, value in (own | {"output_dir": output_dir}).items() if value is not None}
-    started = Run(_config(recipe, keys | dict(_flat(overrides))), callback=callback, resume=resume, console=console)
+    started = Run(_config(recipe, keys | flat(overrides)), callback=callback, resume=resume, console=console)
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, text)
@@ -245,14 +245,6 @@ def _serialized(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(each if isinstance(each, str) else Serialized.of(each) for each in cast("list[Any]", value))
     return Serialized.of(value)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _as_files(

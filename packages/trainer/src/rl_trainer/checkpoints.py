@@ -21,8 +21,10 @@ from rl_engine.errors import CheckpointError
 from rl_engine.types import digest_files, find_damage, read_manifest, write_manifest
 from rl_trainer import samples
 from rl_trainer.config import as_tree
+from rl_trainer.config.load import flat
 from rl_trainer.errors import InputError
 from rl_trainer.inputs import changed, digest_inputs, digest_rows
+from rl_trainer.metrics import HeldGroup
 from rl_trainer.output_dir import write_whole
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ class RunState:
     """Prompts taken from the data."""
     pending: tuple[int, ...] = ()
     """Rows among them that are to be generated again."""
-    held: tuple[tuple[int, int, int, int, int], ...] = ()
-    """Groups among them that are finished and in the queue: `HeldGroup`s as tuples."""
+    held: tuple[HeldGroup, ...] = ()
+    """Groups among them that are finished and in the queue."""
     history: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """State of the replay buffer, whose rows are in the queue."""
     kl_coef: float | None = None
@@ -94,7 +96,7 @@ class RunState:
             raise InputError(f"{error} Give an earlier checkpoint, or let --resume find one.") from error
         del values["files"]
         values["pending"] = tuple(values.get("pending", ()))
-        values["held"] = tuple(tuple(group) for group in values.get("held", ()))
+        values["held"] = tuple(HeldGroup(*group) for group in values.get("held", ()))
         values["engines"] = tuple(values.get("engines", ("engine",)))
         return cls(**values)
 
@@ -106,12 +108,11 @@ class RunState:
         ages = asdict(config.staleness)  # held to another policy, or a lower bound, they may be too old
         if config.pipeline == self.pipeline and is_whole and self.config.get("staleness", ages) == ages:
             return own
-        again = tuple(row_index for _, row_index, *_ in self.held)
-        return replace(own, held=(), pending=(*again, *self.pending))
+        return replace(own, held=(), pending=(*(group.row_index for group in self.held), *self.pending))
 
     def changes(self, config: Config) -> list[str]:
         """Changed keys of a resumed run, as `key=value (was value)`."""
-        before, after = _flat(self.config), _flat(as_tree(config))
+        before, after = flat(self.config), flat(as_tree(config))
         keys = [key for key in after | before if key not in _OF_THE_PROCESS] if before else []
         if before.get("model.path") is None:  # it was made, and is given to those that go on
             keys = [key for key in keys if key != "model.path"]
@@ -124,7 +125,7 @@ class RunState:
             "step": record.step,
             "position": record.position,
             "pending": [*record.pending, *order.pop("returned")],
-            "held": [group.as_tuple() for group in record.held],
+            "held": [*record.held],
             "history": {} if components.replay is None else components.replay.state(),
             "kl_coef": components.kl.coef if components.kl.target else None,
             "entropy_coef": components.entropy.coef if components.entropy.target else None,
@@ -279,11 +280,6 @@ def queue_snapshot(config: Config, state: RunState) -> str | None:
     return str(Path(config.resume_from) / "queue") if config.resume_from is not None and has_rows else None
 
 
-def has_lines(output_dir: Path) -> bool:
-    """Whether a run has logged steps in a folder."""
-    return any(log.is_file() and log.stat().st_size for log in (output_dir / name for name in LOGS))
-
-
 def forget_after(output_dir: Path, step: int) -> None:
     """Remove later steps, and a torn last line, from a run's logs and samples: those steps will be taken again.
 
@@ -295,15 +291,6 @@ def forget_after(output_dir: Path, step: int) -> None:
             continue
         lines = [line for line in log.read_text().splitlines() if _time_of(line) <= step]
         write_whole(log, "".join(f"{line}\n" for line in lines))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a tree to values by dotted key; an empty section is a value."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        is_section = isinstance(value, dict) and value
-        found |= _flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
-    return found
 
 
 def _time_of(line: str) -> float:
@@ -334,7 +321,9 @@ def check_output_dir(config: Config, output_dir: Path, *, is_resumed: bool = Fal
     last = newest(output_dir)
     if own is not None and last is not None and last.resolve() != own.resolve():
         last, _ = newest_whole(output_dir)  # a damaged one is set aside by the run
-    is_another = last is not None or (has_lines(output_dir) and not is_resumed)
+    is_another = last is not None or (
+        not is_resumed and any(log.stat().st_size for name in LOGS if (log := output_dir / name).is_file())
+    )
     if own is None and is_another:
         raise InputError(
             f"output_dir={config.output_dir} already holds a run that did not end; go on with it (--resume), choose "

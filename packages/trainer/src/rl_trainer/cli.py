@@ -118,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="print what a step would take, and start nothing; takes rates as further key=value, or run=OUTPUT_DIR to "
-        "take them from a run, and cluster=NODESxGPUS",
+        help="print what a step would take; rates are further key=value, or run=OUTPUT_DIR, and cluster=NODESxGPUS",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors alone; metrics.jsonl has the numbers")
     parser.add_argument(
@@ -164,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_libraries()
     console = Console(quiet=arguments.quiet)
     if arguments.dry_run:
-        config = resumed(config) if arguments.resume else config
-        prepared = prepare(config, resume=arguments.resume)
+        prepared = prepare(resumed(config) if arguments.resume else config, resume=arguments.resume)
         prepared.rows.rest()
         prepared.show(console)
         return 0

@@ -7,7 +7,7 @@ import re
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_engine.errors import naming
 from rl_trainer.output_dir import append_line, write_whole
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SyncReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldGroup:
-    """A finished group in the queue that was not learned from yet."""
+class HeldGroup(NamedTuple):
+    """A finished group in the queue that was not learned from yet; a checkpoint stores its values in this order."""
 
     group_id: int
     """Unique in the run; the tag of its samples."""
@@ -34,16 +33,6 @@ class HeldGroup:
     """Weight version that the servers held then."""
     attempt: int = 0
     """Number of workers that died while they generated it; a tag of its samples too."""
-
-    def as_tuple(self) -> tuple[int, int, int, int, int]:
-        """The values in a fixed order, as a checkpoint stores them."""
-        return (self.group_id, self.row_index, self.place, self.released, self.attempt)
-
-    @classmethod
-    def from_tuple(cls, values: tuple[int, int, int, int, int]) -> HeldGroup:
-        """A group from what `as_tuple` gave."""
-        group_id, row_index, place, released, attempt = values
-        return cls(group_id=group_id, row_index=row_index, place=place, released=released, attempt=attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

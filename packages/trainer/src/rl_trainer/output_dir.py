@@ -45,7 +45,9 @@ def locked_output_dir(config: Config) -> Generator[Path]:
         finally:  # the lock is still ours
             if made and [path.name for path in folder.iterdir()] == [_LOCK_FILE]:
                 (folder / _LOCK_FILE).unlink()
-                _remove_empty(made)
+                with suppress(OSError):  # up to one that is not empty
+                    for each in made:
+                        each.rmdir()
 
 
 def _make_and_lock(config: Config, stack: ExitStack) -> tuple[Path, list[Path]]:
@@ -95,12 +97,3 @@ def append_line(file: Path, line: str) -> None:
     """Append a line to a log. One that is torn, because the disk is full, is dropped by the run that goes on."""
     with naming(file), file.open("a") as log:
         log.write(f"{line}\n")
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the innermost first, up to one that is not empty."""
-    for folder in folders:
-        try:
-            folder.rmdir()
-        except OSError:
-            return

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import rl_tq.registry
 from rl_trainer.algorithms import Aggregation, ValueLossFunction, estimator_named
@@ -17,7 +17,6 @@ from rl_trainer.checkpoints import queue_snapshot
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
-from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline import ema_reference
 from rl_trainer.pipeline.components import Components
 from rl_trainer.pipeline.ema_reference import EmaReference
@@ -150,7 +149,7 @@ def place(
     samples = create_samples(job, agents)
     prompts = create_prompts(job, datasets, agents)
     queue = rl_tq.registry.connect(job.queue_address, timeout_s=config.timeout_s)
-    replay, held = create_replay(job, queue), tuple(HeldGroup.from_tuple(group) for group in state.held)
+    replay = create_replay(job, queue)
     return Components(
         actor=engines.actor,
         reference=engines.reference,
@@ -159,9 +158,9 @@ def place(
         critic=engines.critic,
         kl=kl_of(config, state),
         entropy=entropy_of(config, state),
-        source=create_source(job, agents, servers, prompts, queue, replay, held),
+        source=create_source(job, agents, servers, prompts, queue, replay),
         replay=replay,
-        held=held,
+        held=state.held,
         weights=create_weight_sync(job, engines, servers, agents),
         queue=queue,
         agents=agents,
@@ -252,11 +251,8 @@ def create_engines(job: Job) -> Engines:
 
 def create_prompts(job: Job, datasets: Datasets, agents: AgentReplicas) -> Prompts:
     """Measure the prompts, and make the sampler, which goes on where the state has it."""
-    state = job.state
-    where: dict[str, Any] = {"position": state.position, "returned": state.pending}
-    prompts = make_prompts(job.config, datasets, agents.prompt_lengths, **where)
-    if state.order:
-        prompts.order.load_state_dict({**state.order, **where})
+    state, prompts = job.state, make_prompts(job.config, datasets, agents.prompt_lengths)
+    prompts.order.load_state_dict({**state.order, "position": state.position, "returned": state.pending})
     return prompts
 
 
@@ -278,10 +274,9 @@ def create_source(
     prompts: Prompts,
     queue: TransferQueue,
     replay: Replay | None,
-    held: Sequence[HeldGroup],
 ) -> RolloutSource:
     """Make the rollout source, which gives no group id a second time."""
-    known = [group.group_id for group in held] + ([] if replay is None else replay.group_ids)
+    known = [group.group_id for group in job.state.held] + ([] if replay is None else replay.group_ids)
     return RolloutSource(
         agents,
         prompts.rows,
@@ -356,14 +351,8 @@ def create_agents(job: Job, servers: Servers, rewards: RewardServers | None) -> 
     agents = job.runtime.create_replicas(
         AgentWorker,
         "agent",
-        config=config.agent,
-        reward=config.reward,
-        batch=config.batch,
-        max_new_tokens=config.rollout.max_new_tokens,
-        asks_experts=config.engine.router_replay,
+        config=config,
         has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).reads,
-        num_steps=config.steps,
-        teacher=config.teacher,
         model_path=str(job.model_path),
         servers=servers.addresses,
         queue_address=job.queue_address,

@@ -42,7 +42,7 @@ def test_jobs_know_the_files_and_numbers_of_their_rows():
     rows = [{"text": "x" * size} for size in (9, 1, 9, 2)]
     datasets = Datasets(train=rows, eval=[{"text": ""}], numbers=([f"f, row {n}" for n in (1, 2, 4, 5)], ["g, row 3"]))
     config = load_config("quickstart", ["data.max_prompt_tokens=4", "batch.batch_size=4"])
-    prompts = make_prompts(config, datasets, lambda rows: [len(row["text"]) for row in rows], position=0, returned=())
+    prompts = make_prompts(config, datasets, lambda rows: [len(row["text"]) for row in rows])
     agents = FakeAgents(config)
     source = RolloutSource(
         agents, prompts.rows, prompts.order, agents.queue, config, create_schedule(config).policy, poll_s=0.0

@@ -164,7 +164,7 @@ def test_a_curriculum_is_made_as_it_is_configured():
     config = load_config("quickstart", ["data.curriculum={pass_rate: [0.2, 0.8], revisit: 0}", "data.eval_size=1"])
     rows = [row(number) for number in range(6)]
     data = load_datasets(config.data, seed=0)
-    order = make_prompts(config, replace(data, train=rows), measure, position=0, returned=()).order
+    order = make_prompts(config, replace(data, train=rows), measure).order
     assert sorted(order.take(6)) == list(range(6))
     for index, rate in enumerate((0.0, 0.2, 0.3, 0.7, 0.8, 1.0)):
         order.observe(index, [rate])
@@ -176,10 +176,10 @@ def test_prompts_that_are_too_long_are_left_out():
     rows = [row(0, 2), row(1, 3), row(2, 4), row(3, 1)]
     config = load_config("quickstart", ["data.max_prompt_tokens=3"])
     data = Datasets(train=rows, eval=rows[:1])
-    prompts = make_prompts(config, data, measure, position=0, returned=())
+    prompts = make_prompts(config, data, measure)
     assert (prompts.rows, prompts.num_too_long) == ([rows[0], rows[1], rows[3]], 1)
     with pytest.raises(InputError, match=r"none of 1 prompts has at most data.max_prompt_tokens=3 tokens; .* has 4"):
-        make_prompts(config, Datasets(train=rows[2:3], eval=rows[:1]), measure, position=0, returned=())
+        make_prompts(config, Datasets(train=rows[2:3], eval=rows[:1]), measure)
 
 
 def test_rows_that_cannot_be_asked_are_named_or_dropped():
@@ -191,9 +191,9 @@ def test_rows_that_cannot_be_asked_are_named_or_dropped():
 
     config = load_config("quickstart", [])
     with pytest.raises(DataError, match=r"6 of 10 rows cannot be used: f.jsonl, row 2: no role; .* 7: .*; and 1 more"):
-        make_prompts(config, data, refuse, position=0, returned=())
+        make_prompts(config, data, refuse)
     config = load_config("quickstart", ["data.on_bad_row=drop"])
-    prompts = make_prompts(config, data, refuse, position=0, returned=())
+    prompts = make_prompts(config, data, refuse)
     assert (prompts.num_bad, prompts.num_too_long, list(prompts.rows)) == (6, 0, [rows[0], rows[3], rows[8]])
 
 
@@ -211,12 +211,12 @@ def test_a_mixture_of_files_is_loaded_filtered_and_drawn(tmp_path):
     config = load_config(str(recipe), tree)
     data = load_datasets(config.data, seed=0)
     assert Counter(r["mixture"] for r in data.eval) == {"easy": 2, "hard": 6}
-    found = make_prompts(config, data, measure, position=0, returned=())
+    found = make_prompts(config, data, measure)
     taken = Counter(found.rows[i]["mixture"] for i in found.order.take(400))
     assert taken["hard"] == pytest.approx(300, abs=40)
     rows = [r for r in data.train if r["mixture"] == "easy"]
     with pytest.raises(InputError, match="no prompt of data.mixture.hard has at most data.max_prompt_tokens=50"):
-        make_prompts(config, replace(data, train=rows), measure, position=0, returned=())
+        make_prompts(config, replace(data, train=rows), measure)
 
 
 def test_a_streamed_file_has_held_out_rows_of_its_own(tmp_path):
@@ -229,13 +229,12 @@ def test_a_streamed_file_has_held_out_rows_of_its_own(tmp_path):
     config = load_config(str(recipe), ["data.options.stream_buffer=3"])
     data = load_datasets(config.data, seed=0)
     assert len(data.eval) == 2
-    found = make_prompts(config, data, measure, position=0, returned=())
+    found = make_prompts(config, data, measure)
     taken = found.order.take(7)
     truths = [found.rows[i]["reward_model"]["ground_truth"] for i in taken]
     assert sorted(truths, key=int) == ["0", "1", "3", "4", "7", "8", "10"]
-    resumed = make_prompts(
-        config, load_datasets(config.data, seed=0), measure, position=taken[3] + 1, returned=[taken[1]]
-    )
+    resumed = make_prompts(config, load_datasets(config.data, seed=0), measure)
+    resumed.order.load_state_dict({"position": taken[3] + 1, "returned": [taken[1]]})
     again = resumed.order.take(4)
     assert [resumed.rows[i]["reward_model"]["ground_truth"] for i in again] == [truths[1], *truths[4:]]
 

@@ -19,8 +19,8 @@ from rl_agent.registry import create_tokenizer
 from rl_agent.testing import FakeGenerator
 from rl_agent.types import ToolResult
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
-from rl_trainer.config import load_config
-from rl_trainer.config.schema import AgentSection, RewardSection, TeacherSection
+from rl_trainer.config import Config, load_config
+from rl_trainer.config.schema import AgentSection, RolloutSection, TeacherSection
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
 from rl_trainer.workers.agent import PromptMeter, create_runner
@@ -114,15 +114,8 @@ def measured_and_sent(folder, loop, *, teacher=None, **columns):
     row = {"data_source": "mine", "reward_model": {"ground_truth": "a lamp"}, **(columns or row)}
     tokenizer = create_tokenizer(str(folder))
     server = FakeGenerator(lambda _: [*tokenizer.encode("seen", add_special_tokens=False), tokenizer.eos_token_id])
-    meter = PromptMeter(
-        tokenizer,
-        str(folder),
-        num_given=0,
-        max_new_tokens=8,
-        teacher=teacher,
-        reward=RewardSection(),
-        is_by_source=True,
-    )
+    config = Config(rollout=RolloutSection(max_new_tokens=8), teacher=teacher, runtime="inline")
+    meter = PromptMeter(tokenizer, config, str(folder))
 
     async def main():
         runner = create_runner(AgentSection(loop=loop, options=options), server, tokenizer)

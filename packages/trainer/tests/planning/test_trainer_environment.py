@@ -138,11 +138,12 @@ def test_a_child_process_asks_the_backend_while_rows_are_read(model, monkeypatch
     here = rl_engine.check
     monkeypatch.setattr(rl_engine.registry, "check", refuse)
     monkeypatch.setattr(environments, "_gives_shards", refuse)
-    config = load_config("quickstart", [f"model.path={model}"])
+    config = load_config("quickstart", [f"model.path={model}", "runtime=ray"])
     with backends_asked(config):
         assert check_engines(config, model, is_made=True)["loss_in_head"].startswith("yes")
     assert gives_shards(config, actor_config(config, model)), "it is known after the child has ended"
-    wrong = load_config("quickstart", [f"model.path={model}", "engine.parallel.cp=2", "engine.world_size=2"])
+    cut = ["runtime=ray", "engine.parallel.cp=2", "engine.world_size=2"]
+    wrong = load_config("quickstart", [f"model.path={model}", *cut])
     with backends_asked(wrong), pytest.raises(ConfigError, match=r"engine.backend=fsdp cannot be used for the policy"):
         check_engines(wrong, model, is_made=True)
     monkeypatch.setattr(rl_engine.registry, "check", here)

@@ -137,7 +137,7 @@ def test_a_teacher_is_an_engine_or_a_client_of_a_server(placed):
     assert made[EngineWorker].teacher == components.teacher.teacher
     components, made = placed("teacher.path=large", "teacher.url=http://there")
     assert components.teacher is None, "agent workers ask it"
-    assert made[AgentWorker].teacher.url == "http://there"
+    assert made[AgentWorker].config.teacher.url == "http://there"
     assert ReferenceWorker not in made
 
 
@@ -159,7 +159,7 @@ def test_colocated_parts_leave_the_memory_to_the_servers(placed):
 
 def test_a_resumed_job_continues_prompts_and_group_numbers(placed):
     held = HeldGroup(group_id=41, row_index=3, place=0, released=2)
-    state = RunState(seed=0, num_rows=16, position=9, pending=(7, 5), held=(held.as_tuple(),))
+    state = RunState(seed=0, num_rows=16, position=9, pending=(7, 5), held=(held,))
     components, _ = placed(state=state)
     assert components.held == (held,)
     source, jobs = components.source, []

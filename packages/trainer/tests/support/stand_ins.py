@@ -262,7 +262,7 @@ class QueueJob(FakeJob):
         state = RunState(seed=0, num_rows=num_rows) if state is None else state
         self.agents = agents
         order = PromptOrder(num_rows=num_rows, seed=0, position=state.position, returned=list(state.pending))
-        self.held = tuple(HeldGroup.from_tuple(group) for group in state.held)
+        self.held = state.held
         self.source = RolloutSource(
             cast("Any", agents),
             cast("Any", [{"row": row} for row in range(num_rows)]),

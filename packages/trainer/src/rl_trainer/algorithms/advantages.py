@@ -199,12 +199,8 @@ def estimator_named(name: str) -> Estimator:
         group=GROUP,
         kind=Estimator,
         key="algorithm.advantage",
-        make=_from_function,
+        make=lambda compute: Estimator(compute=compute, reads=reads_of(compute)),
     )
-
-
-def _from_function(compute: AdvantageFunction) -> Estimator:
-    return Estimator(compute=compute, reads=reads_of(compute))
 
 
 def compute_advantages(name: str, data: AdvantageInput) -> Tensor:

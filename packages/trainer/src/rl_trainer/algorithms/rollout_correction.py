@@ -7,7 +7,7 @@ sampling as in AReaL (arXiv 2505.24298), IcePop's two-sided mask.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,26 +30,9 @@ REJECTED_PER_KEPT = "rejected_per_kept"
 _OF_KEPT = ("log_ratio", "k3", "ratio", "clipped_high", "clipped_low", "clipped_dual")
 
 
-def split_correction(correction: str) -> tuple[Literal["tis", "icepop"], Level]:
-    """Scheme and level of an `algorithm.correction`, such as sequence_tis."""
-    level, _, scheme = correction.rpartition("_")
-    return cast("Literal['tis', 'icepop']", scheme), cast("Level", level or "token")
-
-
-def split_rejection(rejection: str) -> tuple[RejectionLevel, Divergence]:
-    """Level and divergence of an `algorithm.rejection`, such as sequence_mean_k3."""
-    level, _, divergence = rejection.rpartition("_")
-    return cast("RejectionLevel", level), cast("Divergence", divergence)
-
-
 def correction_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
     """`algorithm.correction_bounds`, or what it is if it was left out."""
     return algorithm.correction_bounds or (0.5 if algorithm.correction.endswith("icepop") else 0.0, 2.0)
-
-
-def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """`algorithm.rejection_bounds`, or what it is if it was left out."""
-    return algorithm.rejection_bounds or (0.5 if algorithm.rejection.endswith("k1") else 0.0, 2.0)
 
 
 def correction_weights(
@@ -94,11 +77,10 @@ def configured_weights(
     """(T,) float32 `correction_weights` as the configuration says; None without `algorithm.correction`."""
     if algorithm.correction == "none":
         return None
-    correction, level = split_correction(algorithm.correction)
+    level, _, scheme = algorithm.correction.rpartition("_")  # such as sequence_tis
     low, high = correction_bounds(algorithm)
-    return correction_weights(
-        trained, rollout_logprobs, loss_mask, cu_seqlens, correction=correction, level=level, low=low, high=high
-    )
+    given: dict[str, Any] = {"correction": scheme, "level": level or "token", "low": low, "high": high}
+    return correction_weights(trained, rollout_logprobs, loss_mask, cu_seqlens, **given)
 
 
 def configured_rejection(
@@ -107,11 +89,10 @@ def configured_rejection(
     """(T,) bool `rejection_mask` as the configuration says; None without `algorithm.rejection`."""
     if algorithm.rejection == "none":
         return None
-    level, divergence = split_rejection(algorithm.rejection)
-    low, high = rejection_bounds(algorithm)
-    return rejection_mask(
-        trained, rollout_logprobs, loss_mask, cu_seqlens, level=level, divergence=divergence, low=low, high=high
-    )
+    level, _, divergence = algorithm.rejection.rpartition("_")  # such as sequence_mean_k3
+    low, high = algorithm.rejection_bounds or (0.5 if divergence == "k1" else 0.0, 2.0)
+    given: dict[str, Any] = {"level": level, "divergence": divergence, "low": low, "high": high}
+    return rejection_mask(trained, rollout_logprobs, loss_mask, cu_seqlens, **given)
 
 
 def rejection_mask(

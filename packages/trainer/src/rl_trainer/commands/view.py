@@ -14,7 +14,7 @@ import gzip
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from operator import itemgetter
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rl_trainer.config.load import flat
 from rl_trainer.errors import DataError, InputError
 from rl_trainer.output_dir import write_whole
 from rl_trainer.samples import read_samples, steps_of
@@ -219,16 +220,8 @@ def curves(found: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
 
 def difference(run: Path, other: Path) -> list[tuple[str, Any, Any]]:
     """(key, value here, value there) of the keys in which the configurations differ."""
-    here, there = dict(_flat(_yaml(run / "config.yaml"))), dict(_flat(_yaml(other / "config.yaml")))
+    here, there = flat(_yaml(run / "config.yaml")), flat(_yaml(other / "config.yaml"))
     return [(key, here.get(key), there.get(key)) for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _yaml(file: Path) -> dict[str, Any]:

@@ -274,6 +274,15 @@ def _with_absolute_files(value: Any) -> Any:
     return absolute(value) if isinstance(value, str) else value
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of a tree by dotted key; an empty section is a value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_section = isinstance(value, Mapping) and value
+        found |= flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return found
+
+
 def as_tree(config: Config) -> dict[str, Any]:
     """Configuration as a tree of plain values, defaults included, which `load_config` reads again."""
     return json.loads(json.dumps(_tree(config)))

@@ -96,10 +96,8 @@ class MixtureOrder(Order):
         parts: Sequence[str],
         weights: Mapping[str, float],
         seed: int,
-        position: int = 0,
-        returned: Sequence[int] = (),
     ) -> None:
-        super().__init__(position=position, returned=returned)
+        super().__init__()
         self._rows: dict[str, list[int]] = {}
         for index, part in enumerate(parts):
             self._rows.setdefault(part, []).append(index)
@@ -146,10 +144,8 @@ class CurriculumOrder(Order):
         low: float,
         high: float,
         revisit: float,
-        position: int = 0,
-        returned: Sequence[int] = (),
     ) -> None:
-        super().__init__(position=position, returned=returned)
+        super().__init__()
         self._order = PromptOrder(num_rows=num_rows, seed=seed)
         self._num_rows, self._seed, self._low, self._high, self._revisit = num_rows, seed, low, high, revisit
         self._rates: dict[int, float] = {}
@@ -177,7 +173,7 @@ class CurriculumOrder(Order):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`."""
         super().load_state_dict(state)
-        self._rates = dict(state["pass_rates"])
+        self._rates = dict(state.get("pass_rates", ()))
 
 
 class StreamOrder(Order):
@@ -200,10 +196,8 @@ class StreamOrder(Order):
         measure: Measure,
         longest: int,
         drops: bool = False,
-        position: int = 0,
-        returned: Sequence[int] = (),
     ) -> None:
-        super().__init__(position=position, returned=returned)
+        super().__init__()
         self._stream, self._measure, self._longest, self._drops = rows, measure, longest, drops
         self._read: dict[int, tuple[Row, int | str]] = {}
         self._given: dict[int, Row] = {}
@@ -280,10 +274,8 @@ class Prompts:
     """Rows that were left out because they cannot be asked."""
 
 
-def make_prompts(
-    config: Config, datasets: Datasets, measure: Measure, *, position: int, returned: Sequence[int]
-) -> Prompts:
-    """Filter the rows by prompt length and build their sampler, which resumes at `position`.
+def make_prompts(config: Config, datasets: Datasets, measure: Measure) -> Prompts:
+    """Filter the rows by prompt length and build their sampler.
 
     Raises:
         InputError: no training or no held-out prompt is short enough, or none of a part of the mixture.
@@ -293,9 +285,8 @@ def make_prompts(
     complaints = Complaints(is_error=not drops)
     fitting = partial(_fitting, datasets, measure, longest, complaints)
     eval_rows = fitting(datasets.eval, is_eval=True)
-    where: dict[str, Any] = {"position": position, "returned": returned}
     if datasets.stream is not None:
-        order = StreamOrder(rows=datasets.stream, measure=measure, longest=longest, drops=drops, **where)
+        order = StreamOrder(rows=datasets.stream, measure=measure, longest=longest, drops=drops)
         complaints.check(len(datasets.eval) - complaints.count)
         left_out = len(datasets.eval) - len(eval_rows) - complaints.count
         return Prompts(rows=order, order=order, eval_rows=eval_rows, num_too_long=left_out, num_bad=complaints.count)
@@ -311,14 +302,14 @@ def make_prompts(
                 "or leave the part out"
             )
         weights = {name: part.weight for name, part in data.mixture.items()}
-        order = MixtureOrder(parts=parts, weights=weights, seed=config.seed, **where)
+        order = MixtureOrder(parts=parts, weights=weights, seed=config.seed)
     elif data.curriculum is not None:
         low, high = data.curriculum.pass_rate
         order = CurriculumOrder(
-            num_rows=len(rows), seed=config.seed, low=low, high=high, revisit=data.curriculum.revisit, **where
+            num_rows=len(rows), seed=config.seed, low=low, high=high, revisit=data.curriculum.revisit
         )
     else:
-        order = PromptOrder(num_rows=len(rows), seed=config.seed, **where)
+        order = PromptOrder(num_rows=len(rows), seed=config.seed)
     return Prompts(rows=rows, order=order, eval_rows=eval_rows, num_too_long=num_too_long, num_bad=complaints.count)
 
 

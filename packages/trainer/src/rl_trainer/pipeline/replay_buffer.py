@@ -97,7 +97,7 @@ class Replay:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint; the rows are in the queue's snapshot."""
-        groups = [used.group.as_tuple() for used in self._used.values()]
+        groups = [used.group for used in self._used.values()]
         return {"columns": [*self.columns], "groups": groups, "drawn": self._drawn}
 
     @property
@@ -107,7 +107,7 @@ class Replay:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the groups of an earlier process."""
-        groups = [HeldGroup.from_tuple(tuple(group)) for group in state.get("groups", ())]
+        groups = [HeldGroup(*group) for group in state.get("groups", ())]
         self.columns = tuple(state.get("columns", ()))
         metas = claim_held(self._queue, PARTITION, groups, self.columns)
         for group in groups:

@@ -118,17 +118,29 @@ class AgentReplicas:
             self._member_of[submission.job.group_id] = member
             dealt.setdefault(id(submission.sampling_params), {}).setdefault(member, []).append(submission)
         for by_member in dealt.values():
-            arguments = {member: _arguments_of(some) for member, some in by_member.items()}
+            arguments = {
+                member: ([each.job for each in some], some[0].sampling_params, some[0].partition, some[0].group_size)
+                for member, some in by_member.items()
+            }
             self._raise_unless_dead(self.replica_set.call(AgentWorker.submit, arguments))
 
     def poll(self) -> list[GroupReport]:
         """Groups that ended since the last call; those of members that died are assigned again, or fail at last."""
         members = self._members()
         lost = [self._running.pop(member) for member in [*self._running] if member not in members]
-        again = [_once_more(each) for groups in lost for each in groups.values()]
-        if left := [each for each in again if each.job.attempt < _MAX_ATTEMPTS]:
-            self._deal(left)
-        given_up = [_given_up(each.job) for each in again if each.job.attempt >= _MAX_ATTEMPTS]
+        again, given_up = list[_Submission](), list[GroupReport]()
+        for each in (each for groups in lost for each in groups.values()):
+            job = replace(each.job, attempt=each.job.attempt + 1)
+            if job.attempt < _MAX_ATTEMPTS:
+                again.append(replace(each, job=job))
+                continue
+            why = f"{job.attempt} agent workers died one after the other while they generated this row's group"
+            report = GroupReport(
+                failed=(job.group_id,), failures={"worker_died": 1}, last_failure=f"{job.where}: {why}"
+            )
+            given_up.append(report)
+        if again:
+            self._deal(again)
         return [*given_up, *self._reports_of(members)]
 
     def stop_running(self) -> list[GroupReport]:
@@ -179,17 +191,3 @@ class SomeSamples:
         chosen = list(dict.fromkeys(tags["group_id"] for tags in batch.tags))[:_GROUPS_KEPT]
         rows = [index for index, tags in enumerate(batch.tags) if tags["group_id"] in chosen]
         self._agents.write_samples(batch.reorder(rows), step, str(self._folder))
-
-
-def _arguments_of(submissions: Sequence[_Submission]) -> tuple[Any, ...]:
-    first = submissions[0]
-    return [each.job for each in submissions], first.sampling_params, first.partition, first.group_size
-
-
-def _once_more(submission: _Submission) -> _Submission:
-    return replace(submission, job=replace(submission.job, attempt=submission.job.attempt + 1))
-
-
-def _given_up(job: Job) -> GroupReport:
-    why = f"{job.where}: {job.attempt} agent workers died one after the other while they generated this row's group"
-    return GroupReport(failed=(job.group_id,), failures={"worker_died": 1}, last_failure=why)

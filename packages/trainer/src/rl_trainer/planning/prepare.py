@@ -99,11 +99,14 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
         others = checkpoints.check_inputs(named, datasets, is_forced=resume == "anyway")
         backends = preflight.check_backends(config)
         known = _facts(config, datasets)  # reads the chat template, before a row is rendered
-    check = RowCheck(config, datasets)
+    check, resumed_at = RowCheck(config, datasets), list[tuple[str, str]]()
+    if config.resume_from is not None:
+        state = RunState.read(Path(config.resume_from))
+        resumed_at = [("resumed", f"after step {state.step}"), *(("changed", each) for each in state.changes(config))]
     facts = [
         *known,
         *check.sample(),
-        *_resumed_facts(config),
+        *resumed_at,
         *(("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others),
         *backends,
         *preflight.program_facts(config),
@@ -201,10 +204,3 @@ def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
         *sandbox_facts(config.reward, config.agent),
         *preflight.folder_facts(config),
     ]
-
-
-def _resumed_facts(config: Config) -> list[tuple[str, str]]:
-    if config.resume_from is None:
-        return []
-    state = RunState.read(Path(config.resume_from))
-    return [("resumed", f"after step {state.step}"), *(("changed", change) for change in state.changes(config))]

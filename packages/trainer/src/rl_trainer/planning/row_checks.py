@@ -173,15 +173,7 @@ class RowCheck:
 
         async def measure(tokenizer: Any) -> tuple[list[int | str], int]:
             runner = create_runner(config.agent, cast("Server", None), tokenizer)  # nothing is generated
-            meter = PromptMeter(
-                tokenizer,
-                folder,
-                num_given=config.batch.given,
-                max_new_tokens=config.rollout.max_new_tokens,
-                teacher=config.teacher,
-                reward=config.reward,
-                is_by_source=self._is_by_source,
-            )
+            meter = PromptMeter(tokenizer, config, folder)
             found, num_changed = list[int | str](), 0
             try:
                 while len(found) < len(self._rows) and (not found or time.monotonic() < until):

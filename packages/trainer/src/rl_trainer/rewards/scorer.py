@@ -245,8 +245,8 @@ class Scorer:
 
     async def _value(self, name: str, completion: Completion, row: Mapping[str, Any]) -> Value:
         source, part, text = self._sources[name], self._parts[name], completion.text
-        if part.kind == "rule" and not reads_thinking(part):
-            text = self._thinking.answer(text)
+        if part.kind == "rule" and compares(part) and not (part.rule or "").startswith("verl/"):
+            text = self._thinking.answer(text)  # others look at its form, and verl's at all of it
         if source is not None:
             return await source.call(text, row)
         if part.kind == "rule":
@@ -301,11 +301,6 @@ def compares(part: RewardPart) -> bool:
     """Whether a rule compares an answer with the ground truth, rather than to look at the form of a text."""
     has_group = part.rule != "regex" or re.compile(part.options["pattern"]).groups > 0
     return part.rule != "format" and has_group
-
-
-def reads_thinking(part: RewardPart) -> bool:
-    """Whether a rule sees the thinking of a completion too: those that look at its form, and verl's."""
-    return not compares(part) or (part.rule or "").startswith("verl/")
 
 
 def _rules_of(section: RewardSection, data_source: str, *, is_by_source: bool) -> Iterator[tuple[str, RewardPart]]:

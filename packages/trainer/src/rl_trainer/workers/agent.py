@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from rl_rollout.base import RolloutServer
     from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
     from rl_tq.types import BatchMeta, Credit
-    from rl_trainer.config.schema import AgentSection, BatchConfig, RewardSection, TeacherSection
+    from rl_trainer.config import Config
+    from rl_trainer.config.schema import AgentSection, RewardSection
     from rl_trainer.data import Row
     from rl_trainer.rewards.scorer import Score
     from rl_trainer.runtime.base import WorkerContext
@@ -173,17 +174,13 @@ class PromptMeter:
     def __init__(
         self,
         tokenizer: PromptTokenizer,
+        config: Config,
         model_path: str,
-        *,
-        num_given: int,
-        max_new_tokens: int,
-        teacher: TeacherSection | None,
-        reward: RewardSection,
-        is_by_source: bool,
     ) -> None:
-        self._reward, self._is_by_source = reward, is_by_source
-        self._tokenizer, self._num_given, self._max_new_tokens = tokenizer, num_given, max_new_tokens
-        self._context = None if teacher is None else teacher.context
+        self._reward, self._is_by_source = config.reward, config.agent.loop == "single_turn"
+        self._tokenizer, self._num_given = tokenizer, config.batch.given
+        self._max_new_tokens = config.rollout.max_new_tokens
+        self._context = None if config.teacher is None else config.teacher.context
         self.tokens = describe_tokens(model_path)
         """Tokens of the model's folder."""
         self.reader = ImageReader(Path(model_path)) if describe_model(model_path).takes_images else None
@@ -240,23 +237,16 @@ class AgentWorker:
         self,
         context: WorkerContext,
         *,
-        config: AgentSection,
-        reward: RewardSection,
-        batch: BatchConfig,
-        max_new_tokens: int,
-        asks_experts: bool,
+        config: Config,
         has_baseline: bool,
-        num_steps: int,
-        teacher: TeacherSection | None = None,
         model_path: str,
         servers: Sequence[ServerAddress],
         queue_address: str,
         timeout_s: float,
     ) -> None:
-        self._timeout_s = timeout_s
-        self._reward, self._max_new_tokens, self._has_baseline = reward, max_new_tokens, has_baseline
-        self._asks_experts, self._num_given, self._teacher = asks_experts, batch.given, teacher
-        self._is_kept = group_filter(batch)
+        reward, teacher = config.reward, config.teacher
+        self._timeout_s, self._config, self._has_baseline = timeout_s, config, has_baseline
+        self._num_given, self._is_kept = config.batch.given, group_filter(config.batch)
         self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
@@ -270,29 +260,22 @@ class AgentWorker:
         self._scorer = Scorer(
             reward,
             num_sharing=context.world_size,
-            thinking=thinking_of(self._tokenizer, reward, config),
-            num_steps=num_steps,
+            thinking=thinking_of(self._tokenizer, reward, config.agent),
+            num_steps=config.steps,
         )
-        self._meter = PromptMeter(
-            self._tokenizer,
-            model_path,
-            num_given=batch.given,
-            max_new_tokens=max_new_tokens,
-            teacher=teacher,
-            reward=reward,
-            is_by_source=config.loop == "single_turn",
-        )
+        self._meter = PromptMeter(self._tokenizer, config, model_path)
         self._tokens, self._reader = self._meter.tokens, self._meter.reader
-        self._runner = self._loop.run(self._open(config, servers), timeout_s)
+        self._runner = self._loop.run(self._open(servers), timeout_s)
 
-    async def _open(self, config: AgentSection, servers: Sequence[ServerAddress]) -> RolloutRunner:
+    async def _open(self, servers: Sequence[ServerAddress]) -> RolloutRunner:
         await self._scorer.start()
         if self._served_teacher is not None:
             await self._served_teacher.start()
         self._replicas = Replicas(servers)
         trace_requests(self._replicas.router)
-        server = ExpertAsking(self._replicas.router) if self._asks_experts else self._replicas.router
-        return create_runner(config, server, self._tokenizer)
+        asks_experts = self._config.engine.router_replay
+        server = ExpertAsking(self._replicas.router) if asks_experts else self._replicas.router
+        return create_runner(self._config.agent, server, self._tokenizer)
 
     def use_servers(self, servers: list[ServerAddress], reward_urls: Mapping[str, str]) -> None:
         """Set the replicas to generate on and the reward servers to ask: `Replicas.use`, `Scorer.use`."""
@@ -415,7 +398,7 @@ class AgentWorker:
         return found
 
     def _grading(self, rows: Sequence[Row]) -> Grading:
-        buffer, longest = self._reward.overlong_buffer, self._max_new_tokens
+        buffer, longest = self._config.reward.overlong_buffer, self._config.rollout.max_new_tokens
         return Grading(rows, self._scorer, lambda num_tokens: overlong_penalty(num_tokens, longest, buffer))
 
     async def _baselines(self, jobs: list[Job], sampling_params: dict[str, Any]) -> dict[int, float | Failure]:
@@ -462,15 +445,14 @@ class AgentWorker:
 
     def _columns(self, groups: list[Group], jobs: Mapping[int, Job]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Columns and tags of groups."""
-        columns, tags = to_columns(
-            groups, has_experts=self._asks_experts, reader=self._reader, num_known=self._tokens.num_tokens
-        )
+        has_experts, num_known = self._config.engine.router_replay, self._tokens.num_tokens
+        columns, tags = to_columns(groups, has_experts=has_experts, reader=self._reader, num_known=num_known)
         for tag in tags:
             job = jobs[tag["group_id"]]
             tag["attempt"] = job.attempt
             if TOOL_ERROR in tag:
                 tag[TOOL_ERROR] = _located(job, tag[TOOL_ERROR])
-            if self._teacher is not None and self._teacher.by_source:
+            if self._config.teacher is not None and self._config.teacher.by_source:
                 tag["data_source"] = job.row["data_source"]
         for _, rows in groupby(tags, itemgetter("group_id")):
             next(rows)["columns"] = [*columns]

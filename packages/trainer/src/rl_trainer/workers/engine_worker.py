@@ -217,29 +217,16 @@ class EngineWorker(EngineRank):
         self,
         context: WorkerContext,
         *,
-        backend: str,
         config: EngineConfig,
         algorithm: AlgorithmConfig,
         has_old_pass: bool = True,
         has_given: bool = False,
         teacher: TeacherSection | None = None,
         max_new_tokens: int = 1,
-        queue_address: str,
-        inputs: Sequence[str] = (),
-        flops_per_token: float | None = None,
         weights_address: str | None = None,
-        timeout_s: float = 600.0,
+        **rest: Any,
     ) -> None:
-        super().__init__(
-            context,
-            backend=backend,
-            config=config,
-            inputs=inputs,
-            masks_truncated=algorithm.mask_truncated,
-            flops_per_token=flops_per_token,
-            queue_address=queue_address,
-            timeout_s=timeout_s,
-        )
+        super().__init__(context, config=config, masks_truncated=algorithm.mask_truncated, **rest)
         self._algorithm, self._has_given = algorithm, has_given
         has_old = has_old_pass or algorithm.old_logprobs == "rollout"
         self._has_adapter = config.lora is not None
@@ -247,7 +234,7 @@ class EngineWorker(EngineRank):
         self._loss = PolicyLossFunction(
             config=algorithm, teacher=teacher, has_old_logprobs=has_old, max_new_tokens=max_new_tokens
         )
-        self._weights = WeightSessions(self._engine, context, weights_address, timeout_s)
+        self._weights = WeightSessions(self._engine, context, weights_address, self._timeout_s)
 
     @register(Dispatch.SPLIT)
     def compute_log_prob(self, batch: BatchMeta, column: str = "old_logprobs") -> BatchMeta:

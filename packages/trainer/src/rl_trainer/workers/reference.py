@@ -62,12 +62,12 @@ def average_folders(reference: Path, policy: Path, into: Path, decay: float) -> 
                 if name not in places:
                     raise InputError(f"the reference in {reference} has no tensor {name!r}, which the policy has")
                 with safe_open(places[name], "pt") as own:
-                    averaged[name] = _between(own.get_tensor(name), theirs.get_tensor(name), decay)
+                    averaged[name] = _average(own.get_tensor(name), theirs.get_tensor(name), decay)
         with naming(into / file.name):
             save_file(averaged, into / file.name, metadata={"format": "pt"})
 
 
-def _between(own: torch.Tensor, policy: torch.Tensor, decay: float) -> torch.Tensor:
+def _average(own: torch.Tensor, policy: torch.Tensor, decay: float) -> torch.Tensor:
     if not policy.is_floating_point():
         return policy
     return torch.lerp(policy.float(), own.float(), decay)
