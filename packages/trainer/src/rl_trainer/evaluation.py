@@ -35,7 +35,6 @@ class Estimate:
     """Estimate of a mean over problems, with its confidence interval."""
 
     mean: float
-    """Over the problems."""
     half_width: float
     """Half width of the 95% confidence interval: 1.96 standard errors between problems, clustered by problem
     (Miller, "Adding Error Bars to Evals", 2411.00640). NaN with one problem."""
@@ -57,9 +56,7 @@ class Problem:
     completions: tuple[str, ...]
     """Text of each completion that ended well."""
     answers: tuple[str, ...]
-    """Answer of each sample."""
     rewards: tuple[float, ...]
-    """One per completion that ended well."""
     right: tuple[bool, ...] | None
     """Whether each of them is correct; None where the reward does not say so."""
     num_failed: int

@@ -24,7 +24,6 @@ class HeldGroup(NamedTuple):
     """A finished group in the queue that was not learned from yet; a checkpoint stores its values in this order."""
 
     group_id: int
-    """Unique in the run; the tag of its samples."""
     row_index: int
     """Number of its prompt's row in the data."""
     place: int
@@ -40,7 +39,6 @@ class Evaluation:
     """Evaluation of a policy on held-out rows."""
 
     reward: float
-    """Mean reward of the completions."""
     accuracy: float | None
     """Share of the completions that are correct; None where the reward does not say what is."""
     num_prompts: int = 0
@@ -93,7 +91,6 @@ class StepRecord:
     metrics: Mapping[str, float]
     """Loss, KL, clip fractions, gradient norm, learning rate."""
     phase_s: Mapping[str, float]
-    """Seconds per phase."""
 
     @property
     def is_evaluation(self) -> bool:

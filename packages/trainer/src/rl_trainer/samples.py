@@ -116,11 +116,9 @@ class Shown:
     title: str
     """Title: step and group, or row and number."""
     prompt: str
-    """Prompt, as text."""
     completion: str
     """Completion, as text, with what tools answered."""
     reward: float
-    """Its reward."""
 
 
 def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list[Shown]:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -22,6 +23,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError("something was started")
 
     monkeypatch.setattr("rl_trainer.run._run", refuse)
+    monkeypatch.setattr("rl_trainer.planning.preflight.asked_beside", lambda *_, **__: nullcontext())
 
 
 @pytest.fixture

@@ -63,13 +63,11 @@ class _Term:
     """Policy term of a micro-batch: arguments of `rl_csrc.policy_loss`, and what it cannot compute."""
 
     loss: str
-    """Formula of `rl_csrc.policy_loss`."""
     advantages: Tensor
     """(T,)."""
     weights: Tensor | None
     """(T,); None: 1 each."""
     bounds: dict[str, Any]
-    """Clip bounds and other options of the formula."""
     extra: Tensor
     """`[]` share of the loss in addition to the formula's."""
 

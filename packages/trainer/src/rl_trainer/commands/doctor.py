@@ -28,9 +28,7 @@ class Finding:
     """Finding: one line of the report."""
 
     what: str
-    """Subject of the finding."""
     value: str
-    """Result of the check."""
     fix: str = ""
     """Remedy; empty if all is well."""
 

@@ -13,6 +13,7 @@ import base64
 import gzip
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -118,7 +119,7 @@ class LivePage:
             DataError: there are none.
         """
         self._piece = self._piece or _pieces(self._run)
-        return _chunk(self._run, step, self._piece)
+        return _compressed(read_samples(self._run, steps=[step]).to_pylist(), self._piece)
 
 
 def _about(run: Path, against: str | Path | None) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def overview(run: Path) -> dict[str, Any]:
         "curves": curves(found),
         "phases": [[line["step"], line.get("phase_s", {})] for line in found],
         "staleness": [
-            [line["step"], {n.removeprefix("staleness_"): v for n, v in line.get("metrics", {}).items() if _is_age(n)}]
+            [line["step"], {n[10:]: v for n, v in line.get("metrics", {}).items() if re.fullmatch(r"staleness_\d+", n)}]
             for line in found
         ],
         "failures": [[line["step"], *failed] for line in found if (failed := _failed(line))[0]],
@@ -178,10 +179,6 @@ def _failed(line: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     errors = line.get("metrics", {}).get("tool_errors")
     shown = {"errors that a tool answered": errors} if errors else {}
     return {**line.get("failures", {}), **shown}, line.get("last_failure") or line.get("last_tool_error", "")
-
-
-def _is_age(name: str) -> bool:
-    return name.startswith("staleness_") and name.removeprefix("staleness_").isdigit()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -265,10 +262,6 @@ def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list
 def _never(seen: Mapping[str, Sequence[Any]]) -> list[list[Any]]:
     never = [[prompt, groups, rewards] for prompt, (groups, taught, rewards) in seen.items() if not taught]
     return sorted(never, key=itemgetter(1), reverse=True)[:500]
-
-
-def _chunk(run: Path, step: int, piece: Callable[[int], str]) -> bytes:
-    return _compressed(read_samples(run, steps=[step]).to_pylist(), piece)
 
 
 def _compressed(rows: Sequence[Mapping[str, Any]], piece: Callable[[int], str]) -> bytes:

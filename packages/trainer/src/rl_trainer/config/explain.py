@@ -37,11 +37,9 @@ class Key:
     name: str
     """Dotted; NAME is a placeholder of a user-defined name."""
     type: str
-    """Type, in words."""
     default: str
     """Default as YAML; empty where a value has to be given."""
     doc: str
-    """One paragraph."""
     owner: str
     """The package whose dataclass defines it."""
     is_section: bool

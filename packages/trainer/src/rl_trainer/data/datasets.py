@@ -109,42 +109,27 @@ def load_datasets(config: DataConfig, *, seed: int, agent: AgentSection | None =
     if config.format not in BUILT_IN:
         return _custom(config, seed)
     train_source, eval_source = sources(config)
-    make = row_maker(config)
+    make, buffer_size = row_maker(config), record_options(config).stream_buffer
     complaints = Complaints(is_error=config.on_bad_row == "error")
-    read = partial(_rows, make=make, complaints=complaints)
-    held_out, held = list[Row](), list[str]()
+    train, numbers, held_out, held, stream = list[Row](), list[str](), list[Row](), list[str](), None
     if eval_source is not None:
-        held_out, held = read(itertools.islice(eval_source.records(), config.eval_size))
-    buffer_size = record_options(config).stream_buffer
-    if buffer_size is not None:
-        if eval_source is None:
-            raise DataError(
-                f"data.options.stream_buffer={buffer_size} cannot hold out the last rows of {train_source.name}, which "
-                "a stream has not read; give data.eval_path, or a folder or dataset with a part for tests"
-            )
+        held_out, held = _rows(itertools.islice(eval_source.records(), config.eval_size), make, complaints)
+    if buffer_size is None:
+        train, numbers = _rows(train_source.records(), make, complaints)
+    elif eval_source is None:
+        raise DataError(
+            f"data.options.stream_buffer={buffer_size} cannot hold out the last rows of {train_source.name}, which a "
+            "stream has not read; give data.eval_path, or a folder or dataset with a part for tests"
+        )
+    else:
         stream = StreamedRows(train_source, make, seed=seed, buffer_size=buffer_size)
-        complaints.check(len(held_out))
-        return Datasets(
-            train=[],
-            eval=held_out,
-            stream=stream,
-            numbers=((), held),
-            num_bad=complaints.count,
-            bad=tuple(complaints.first),
-        )
-    train, numbers = read(train_source.records())
     complaints.check(len(train) + len(held_out))
-    if eval_source is not None:
-        return Datasets(
-            train=train, eval=held_out, numbers=(numbers, held), num_bad=complaints.count, bad=tuple(complaints.first)
-        )
-    if len(train) < 2:
-        raise DataError(f"{train_source.name} has {len(train)} rows, too few to hold one out; give data.eval_path")
-    size = min(config.eval_size, max(len(train) // 10, 1))
-    split = (numbers[:-size], numbers[-size:])
-    return Datasets(
-        train=train[:-size], eval=train[-size:], numbers=split, num_bad=complaints.count, bad=tuple(complaints.first)
-    )
+    if eval_source is None:
+        if len(train) < 2:
+            raise DataError(f"{train_source.name} has {len(train)} rows, too few to hold one out; give data.eval_path")
+        size = min(config.eval_size, max(len(train) // 10, 1))
+        train, held_out, numbers, held = train[:-size], train[-size:], numbers[:-size], numbers[-size:]
+    return Datasets(train=train, eval=held_out, stream=stream, numbers=(numbers, held), **complaints.left_out())
 
 
 class Complaints:
@@ -161,6 +146,10 @@ class Complaints:
         self.count += 1
         if len(self.first) < self.most:
             self.first.append(sentence)
+
+    def left_out(self) -> dict[str, Any]:
+        """`num_bad` and `bad` of `Datasets`."""
+        return {"num_bad": self.count, "bad": tuple(self.first)}
 
     def check(self, num_good: int, *, of_all: str = "") -> None:
         """Raise what was added, unless `data.on_bad_row=drop`.
@@ -296,10 +285,8 @@ def _custom(config: DataConfig, seed: int) -> Datasets:
         for part in ("train", "eval")
     )
     complaints.check(len(train) + len(held_out))
-    size, bad = config.eval_size, tuple(complaints.first)
-    return Datasets(
-        train=train, eval=held_out[:size], numbers=(numbers, held[:size]), num_bad=complaints.count, bad=bad
-    )
+    size = config.eval_size
+    return Datasets(train=train, eval=held_out[:size], numbers=(numbers, held[:size]), **complaints.left_out())
 
 
 HUB = "hf:"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 from uuid import UUID
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rl_trainer.config.schema import DataConfig
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 _GSM8K_ANSWER = re.compile(r"####\s*(\S.*)\s*$")
 _SEEN = ("image", "image_url", "video", "video_url")
@@ -297,14 +298,28 @@ def record_options(config: DataConfig) -> RecordOptions:
     Raises:
         ConfigError: an unknown key (names the nearest), or a value of the wrong type.
     """
-    _reject_unknown(config, RecordOptions)
-    return _parsed(TypeAdapter(RecordOptions), config)
+    return _options(config, RecordOptions)
 
 
 def reasoning_gym_options(config: DataConfig) -> ReasoningGymOptions:
     """Options of procedural problems; raises as `record_options`."""
-    _reject_unknown(config, ReasoningGymOptions)
-    return _parsed(TypeAdapter(ReasoningGymOptions), config)
+    return _options(config, ReasoningGymOptions)
+
+
+def _options(config: DataConfig, cls: type[T]) -> T:
+    known = [f.name for f in fields(cast("Any", cls))]
+    for key in config.options:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"data.options.{key} is not an option of data.format={config.format}; the nearest one is {near}"
+            )
+    try:
+        return TypeAdapter(cls).validate_python(dict(config.options))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"data.options.{where}: {first['msg']}, got {first['input']!r}") from error
 
 
 def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
@@ -337,22 +352,3 @@ def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
     for name, (is_used, why) in unless.items():
         if name in config.options and not is_used:
             raise PlanError(f"data.options.{name}={config.options[name]!r} does nothing {why}; leave it out")
-
-
-def _reject_unknown(config: DataConfig, cls: type) -> None:
-    known = [f.name for f in fields(cls)]
-    for key in config.options:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"data.options.{key} is not an option of data.format={config.format}; the nearest one is {near}"
-            )
-
-
-def _parsed(adapter: TypeAdapter[Any], config: DataConfig) -> Any:
-    try:
-        return adapter.validate_python(dict(config.options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"data.options.{where}: {first['msg']}, got {first['input']!r}") from error

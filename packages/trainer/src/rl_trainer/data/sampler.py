@@ -263,11 +263,8 @@ class Prompts:
     """Prompts of a run: rows and their sampler."""
 
     rows: Sequence[Row] | StreamOrder
-    """Rows by index."""
     order: Order
-    """Gives indices."""
     eval_rows: list[Row]
-    """Held-out rows."""
     num_too_long: int
     """Rows that were left out already; a stream counts on."""
     num_bad: int = 0

@@ -29,7 +29,6 @@ class Components:
     """Components of a training run: the worker groups and clients that the loop calls. `setup.place` makes them."""
 
     actor: EngineWorker
-    """The policy being trained."""
     reference: EngineWorker | None
     """The reference: an engine with the start policy, or the actor itself if it trains an adapter; None without KL."""
     ema_reference: EmaReference | None = None
@@ -43,15 +42,11 @@ class Components:
     entropy: AdaptiveEntropy = field(default_factory=lambda: AdaptiveEntropy(coef=0.0, target=0.0, step=0.005))
     """The coefficient of the entropy bonus, where it follows a target."""
     source: RolloutSource
-    """The rollout source: prompts out, complete groups in."""
     weights: WeightSync
-    """The weight sync from the actor to the servers."""
     queue: TransferQueue
     """The controller's client of the queue: ids and tags, no tensors."""
     agents: AgentReplicas
-    """The agent workers."""
     eval_rows: Sequence[Row]
-    """Held-out rows."""
     samples: SampleWorker | SomeSamples | None = None
     """Writes samples to disk; None: none are kept."""
     replay: Replay | None = None

@@ -32,7 +32,6 @@ class Used:
     """Replayable group: one that was learned from and may be again."""
 
     group: HeldGroup
-    """Its record."""
     meta: BatchMeta
     """Its rows in `PARTITION`: the columns that generation wrote, and no other."""
 

@@ -61,7 +61,6 @@ class MemoryPlan:
     """Memory plan: GiB of a GPU, by role and purpose."""
 
     num_parameters: int
-    """Parameters of the policy."""
     engine: Mapping[str, float]
     """GiB of an engine rank: the policy's `weights`, `gradients`, `optimizer`, `gathered blocks` and `activations`, and
     other roles of its pool."""

@@ -48,9 +48,7 @@ class Prepared:
     config: Config
     """Configuration with its steps counted, what is left to the machine settled, and folders for the hub's names."""
     datasets: Datasets
-    """Its rows."""
     facts: tuple[tuple[str, str], ...]
-    """Lines of the plan: (name, text)."""
     rows: RowCheck
     """Check of the rows, of which a sample is done."""
     model: str | None

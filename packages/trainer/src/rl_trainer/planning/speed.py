@@ -51,13 +51,9 @@ class Speed:
     """Speed estimate of a run."""
 
     num_parameters: int
-    """Parameters of the policy."""
     num_layers: int
-    """Layers of the policy."""
     width: int
-    """Width of a layer."""
     num_threads: int = 1
-    """Threads that compute."""
     decode_flops: float
     """Operations per second while completions are generated."""
     pass_flops: float

@@ -79,11 +79,9 @@ class Completion:
     """Completion to score."""
 
     text: str
-    """Its text."""
     token_ids: Sequence[int] = ()
     """Its token ids, for TRL's functions."""
     loop_reward: float | None = None
-    """Reward of its agent loop."""
 
 
 class _Source(Protocol):

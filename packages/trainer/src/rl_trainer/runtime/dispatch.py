@@ -28,29 +28,30 @@ class Mesh:
     """Mesh: the ranks of a group as a grid with named axes; neighbouring ranks differ in the last axis.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of ranks.
+        PlacementError: the sizes do not multiply to the number of ranks.
     """
 
     def __init__(self, num_ranks: int, axes: Mapping[str, int] | None = None) -> None:
         if axes is not None and (min(axes.values()) < 1 or math.prod(axes.values()) != num_ranks):
-            raise ValueError(
+            raise PlacementError(
                 f"a mesh {dict(axes)} has {math.prod(axes.values())} ranks, but the group has {num_ranks}; make the "
                 "product of the axes that number"
             )
         self.num_ranks, self._axes = num_ranks, dict(axes or {})
 
-    def check(self, worker: type) -> None:
-        """Refuse a class whose methods name an axis that is not there.
+    def check(self, worker: Callable[..., Any]) -> Mesh:
+        """Refuse a class whose methods name an axis that is not there; returns the mesh.
 
         Raises:
-            ValueError: says which.
+            PlacementError: says which.
         """
-        for name, call in calls_of(worker).items():
+        for name, call in calls_of(cast("type", worker)).items():
             if call.axis is not None and call.axis not in self._axes:
-                raise ValueError(
-                    f"{worker.__name__}.{name} goes along axis {call.axis!r}, but the group's mesh has "
+                raise PlacementError(
+                    f"{cast('type', worker).__name__}.{name} goes along axis {call.axis!r}, but the group's mesh has "
                     f"{list(self._axes) or 'no axes'}; give create_group a mesh with it"
                 )
+        return self
 
     def size(self, axis: str | None) -> int:
         """Number of ranks along an axis, or of all for None."""
@@ -128,17 +129,3 @@ def join(call: Call, mesh: Mesh, answers: Sequence[Any]) -> Any:
     if hasattr(type(first), "concat"):
         return type(first).concat([a for a in answers if len(a)])
     raise TypeError(f"answers of type {type(first).__name__} cannot be joined; return a list or a type with concat()")
-
-
-def checked_mesh(num_ranks: int, axes: Mapping[str, int] | None, worker: Callable[..., Any]) -> Mesh:
-    """Mesh for a group of `worker`, checked against its methods.
-
-    Raises:
-        PlacementError: the axes are not for so many ranks, or the class names one that is not there.
-    """
-    try:
-        mesh = Mesh(num_ranks, axes)
-        mesh.check(cast("type", worker))
-    except ValueError as error:
-        raise PlacementError(str(error)) from None
-    return mesh

@@ -37,11 +37,9 @@ class Whereabouts:
     node_id: str
     """Ray's id of the node."""
     node_address: str = ""
-    """IP address of the machine."""
     devices: tuple[str, ...] = ()
     """GPUs that Ray gave to the process, as CUDA_VISIBLE_DEVICES of the machine names them."""
     pid: int
-    """Process id."""
     logs: tuple[str, ...]
     """Files of its standard output and error, on that machine."""
     dumps: str
@@ -53,15 +51,10 @@ class PlacedHost:
     """Host process with its node in the cluster."""
 
     pool: ResourcePool
-    """Its resource pool."""
     rank: int
-    """Position in the pool."""
     group: PlacementGroup
-    """Placement group that reserves its resources."""
     bundle: int
-    """Index of its bundle in the placement group."""
     actor: Any
-    """Ray's handle of it."""
     watch: Any
     """A reference that is there when it closes, and an error when it dies."""
     where: Whereabouts | None = None

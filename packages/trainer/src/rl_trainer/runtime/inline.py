@@ -10,7 +10,7 @@ import torch
 
 from rl_trainer.errors import PlacementError
 from rl_trainer.runtime.base import Call, ReplicaSet, ResourcePool, Runtime, WorkerContext
-from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
+from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.runtime.network import free_address
 from rl_trainer.runtime.tracing import span
 
@@ -62,7 +62,7 @@ class InlineRuntime(Runtime):
         """Construct the worker here."""
         if pool not in self._pools:
             raise PlacementError(f"there is no pool {pool!r}; there are {sorted(self._pools)}")
-        grid = checked_mesh(1, mesh, worker)
+        grid = Mesh(1, mesh).check(worker)
         with self._one_at_a_time:  # constructors import lazily, and two threads inside one import fail
             instance = worker(WorkerContext(rank=0, world_size=1), **kwargs)
         self._workers.append(instance)
@@ -121,12 +121,11 @@ class _InlineReplicas(ReplicaSet[W]):
 
 class _InlineGroup:
     def __init__(self, worker: Any, mesh: Mesh) -> None:
+        def called(method: Callable[..., Any], call: Call, *args: Any, **kwargs: Any) -> Any:
+            (own,) = spread(call, mesh, args, kwargs)
+            assert own is not None, "the only rank is always called"
+            with span(method.__qualname__):
+                return join(call, mesh, [method(*own[0], **own[1])])
+
         for name, call in calls_of(type(worker)).items():
-            setattr(self, name, partial(_call, getattr(worker, name), call, mesh))
-
-
-def _call(method: Callable[..., Any], call: Call, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
-    (own,) = spread(call, mesh, args, kwargs)
-    assert own is not None, "the only rank is always called"
-    with span(method.__qualname__):
-        return join(call, mesh, [method(*own[0], **own[1])])
+            setattr(self, name, partial(called, getattr(worker, name), call))

@@ -43,7 +43,10 @@ def check_limits() -> None:
         )
     if not os.access(_SHARED_MEMORY, os.W_OK):
         raise PlacementError(f"{_SHARED_MEMORY} cannot be written, where Ray and the weights have their shared memory")
-    files = _raised_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     if files < _MIN_FILES:
         raise PlacementError(f"ulimit -n is {files} open files; Ray needs at least {_MIN_FILES}: raise it")
     num_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -57,11 +60,3 @@ def check_limits() -> None:
         raise PlacementError(
             f"ulimit -u is {processes} processes and threads; Ray needs at least {_MIN_PROCESSES}: raise it"
         )
-
-
-def _raised_files() -> int:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError
 from rl_trainer.runtime.base import DISPATCH_ATTRIBUTE, Call, ReplicaSet, ResourcePool, Runtime
-from rl_trainer.runtime.dispatch import Mesh, calls_of, checked_mesh, join, spread
+from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
 from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
 from rl_trainer.runtime.limits import OBJECT_STORE_BYTES, check_limits
 from rl_trainer.runtime.network import check_ray_address, make_tokens
@@ -193,7 +193,7 @@ class RayRuntime(Runtime):
     ) -> W:
         """Construct one worker in every host of the pool."""
         name, hosts = self._name_of(worker), self._hosts_of(pool)
-        grid = checked_mesh(len(hosts), mesh, worker)
+        grid = Mesh(len(hosts), mesh).check(worker)
         create = [host.actor.create.remote(name, worker, kwargs) for host in hosts]
         self.answers.get(create, hosts, f"create {name}")
         return cast("W", _RayGroup(self, name, hosts, grid, cast("type", worker)))
@@ -411,35 +411,21 @@ class _RayGroup:
     """The group's side of a worker class: every registered method, with the class's own signature."""
 
     def __init__(self, runtime: RayRuntime, name: str, hosts: list[PlacedHost], mesh: Mesh, worker: type) -> None:
-        self._lock = threading.Lock()
+        lock = threading.Lock()
+
+        def called(method: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+            asked: list[PlacedHost] = []
+            references: list[Any] = []
+            with lock:  # ranks must see the calls of one group in one order
+                for host, own in zip(hosts, spread(call, mesh, args, kwargs), strict=True):
+                    if own is not None:
+                        asked.append(host)
+                        actor_call = host.actor.call_beside if call.is_urgent else host.actor.call
+                        references.append(actor_call.remote(name, method, *own))
+            return join(call, mesh, runtime.answers.get(references, asked, f"{name}.{method}"))
+
         for method, call in calls_of(worker).items():
-            setattr(self, method, partial(self._call, runtime, name, hosts, mesh, method, call))
-
-    def _call(
-        self,
-        runtime: RayRuntime,
-        name: str,
-        hosts: list[PlacedHost],
-        mesh: Mesh,
-        method: str,
-        call: Call,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        called: list[PlacedHost] = []
-        references: list[Any] = []
-        with self._lock:  # ranks must see the calls of one group in one order
-            for host, own in zip(hosts, spread(call, mesh, args, kwargs), strict=True):
-                if own is not None:
-                    called.append(host)
-                    actor_call = host.actor.call_beside if call.is_urgent else host.actor.call
-                    references.append(actor_call.remote(name, method, *own))
-        return join(call, mesh, runtime.answers.get(references, called, f"{name}.{method}"))
-
-
-def _is_urgent(method: Callable[..., Any]) -> bool:
-    call: Call | None = getattr(method, DISPATCH_ATTRIBUTE, None)
-    return call is not None and call.is_urgent
+            setattr(self, method, partial(called, method, call))
 
 
 class RayReplicas(ReplicaSet[W]):
@@ -482,7 +468,7 @@ class RayReplicas(ReplicaSet[W]):
 
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
         """See `ReplicaSet.call`."""
-        name = method.__name__
+        name, registered = method.__name__, getattr(method, DISPATCH_ATTRIBUTE, None)
         if self._runtime.answers.is_over:
             raise WorkerDiedError(f"the run was ended before {name}")
         answers: dict[int, R | Exception] = {}
@@ -493,7 +479,8 @@ class RayReplicas(ReplicaSet[W]):
                 if host is None:
                     answers[member] = WorkerDiedError(f"member {member} of {self._name} is not there any more")
                 else:
-                    call = host.actor.call_beside if _is_urgent(method) else host.actor.call
+                    is_urgent = registered is not None and registered.is_urgent
+                    call = host.actor.call_beside if is_urgent else host.actor.call
                     sent[call.remote(self._name, name, own, {})] = member
 
         def late(pending: list[Any]) -> str:

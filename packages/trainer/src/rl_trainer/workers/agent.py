@@ -60,9 +60,7 @@ class Job:
     """Work item of an agent worker: one prompt, to be rolled out as a group."""
 
     row: Row
-    """The dataset row."""
     row_index: int
-    """Number of the row in the data."""
     group_id: int
     """Unique in the run."""
     place: int

@@ -36,7 +36,6 @@ class Receivers:
     layout: list[list[TensorPart]] | None
     """Slices that each receiver takes; None: one takes all, or they were not asked for."""
     host: str = ""
-    """Host of the replica."""
 
 
 class RolloutWorker:

@@ -38,7 +38,6 @@ class LocalWeights:
     dtypes: dict[str, str]
     """Dtype in which each tensor is sent, by name: `bfloat16`."""
     host: str
-    """Host of the rank."""
 
 
 class WeightSessions:
