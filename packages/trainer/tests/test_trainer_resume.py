@@ -159,9 +159,8 @@ def test_rows_after_the_step_are_cleared_and_missing_reported():
 
 @pytest.mark.process
 def test_leftovers_of_another_pipeline_are_generated_again():
-    state = RunState(
-        seed=0, num_rows=9, pipeline="fully_async", pending=(1, 2), held=((7, 4, 0, 1, 0), (8, 3, 1, 1, 0))
-    )
+    held = (HeldGroup(7, 4, 0, 1), HeldGroup(8, 3, 1, 1))
+    state = RunState(seed=0, num_rows=9, pipeline="fully_async", pending=(1, 2), held=held)
     assert state.for_run(load_config("quickstart", ["pipeline=fully_async"])) is state
     other = state.for_run(load_config("quickstart", []))
     assert (other.held, other.pending) == ((), (4, 3, 1, 2))
