@@ -47,12 +47,13 @@ def test_a_restart_plays_the_environment_of_the_run(tmp_path, monkeypatch):
     """It once looked for rows in `data.path`, which a run with an environment has not."""
     made = []
     monkeypatch.setattr(run, "_attempt", lambda *given: made.append(given) or die())
-    monkeypatch.setattr(run, "Report", lambda _: SimpleNamespace(has_begun=True, forget_after=lambda _: None))
     config = load_config("grpo", ["agent.environment=gymnasium:FrozenLake-v1", "model.path=nowhere", "max_restarts=1"])
-    hooks = SimpleNamespace(stop=threading.Event(), on_step=None)
-    prepared = SimpleNamespace(config=config, datasets=None, rows=None)
+    begun = SimpleNamespace(
+        stop=threading.Event(), model_path="nowhere", output_dir=tmp_path, console=Console(file=io.StringIO()),
+        progress=SimpleNamespace(has_begun=True, forget_after=lambda _: None),
+    )  # fmt: skip
     with pytest.raises(WorkerDiedError, match="pool 'engine'"):
-        run._train(prepared, tmp_path, Console(file=io.StringIO()), None, hooks)
+        run._train(config, None, begun)
     assert made[1][1].stream is not None
 
 
