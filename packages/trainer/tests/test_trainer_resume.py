@@ -154,7 +154,7 @@ def test_rows_after_the_step_are_cleared_and_missing_reported():
     with rl_tq.serve("inproc://") as queue:
         queue.put({"group_id": [1]}, partition="train", tags=tags)
         with pytest.raises(InputError, match="no rows of group 7; resume from another"):
-            resume(queue, [held._replace(group_id=7)])
+            resume(queue, [HeldGroup(7, *held[1:])])
 
 
 @pytest.mark.process
