@@ -165,8 +165,8 @@ def test_exploitability_is_exact(bets, value):
         ("KQ", ["bet", "bet"], (2, -2)),
         ("KQ", ["pass", "bet", "pass"], (-1, 1)),
         ("JQ", ["pass", "bet", "bet"], (-2, 2)),
-        ("KJ", ["raise"], (-2, 2)),
-        ("KJ", ["pass", ""], (2, -2)),
+        ("KJ", ["raise", "pass"], (0, -1)),
+        ("KJ", ["pass", ""], (1, -2)),
     ],
 )
 def test_a_game_of_kuhn_poker_is_paid_out(deal, moves, gains):

@@ -51,7 +51,7 @@ def test_a_step_of_a_recipe(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", WITH_BROWSER)
+@pytest.mark.parametrize("name", RECIPES)
 def test_rl_adds_a_tenth_to_the_held_out_reward(name, tmp_path):
     """For self-play it takes a tenth of an ante away from the best opponent."""
     out = tmp_path / "out"

@@ -24,8 +24,8 @@ SITUATIONS = tuple(card + history for card in CARDS for history in ("", "p", "b"
 """All that a seat can know at its turn: its card, and the moves so far by their first letters."""
 _DEMONSTRATED = dict(zip(SITUATIONS, (0.7, 0.8, 0.4, 0.3, 0.5, 0.6, 0.4, 0.6, 0.2, 0.3, 0.6, 0.7), strict=True))
 """Probability of a bet of the player that the warm start imitates: one who bluffs too much, and traps too much."""
-FORFEIT = 2.0
-"""What a seat loses by an answer that is no move."""
+FINE = 1.0
+"""What a seat loses by an answer that is no move, and counts as a pass."""
 
 
 def rows(config: DataConfig, *, seed: int) -> Rows:
@@ -48,7 +48,7 @@ class Kuhn:
     def reset(self, *, seed: int | None = None) -> None:
         """Deal."""
         del seed  # the deal is given
-        self._history, self._gain = "", None
+        self._history, self._gain, self._fines = "", None, [0.0, 0.0]
         self.agents = [*SEATS]
         """Seats that are in the game, or have not seen its end."""
         self.agent_selection = SEATS[0]
@@ -62,7 +62,7 @@ class Kuhn:
     def last(self) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """What the seat sees, its reward since its last move, whether the game is over."""
         seat = SEATS.index(self.agent_selection)
-        reward = 0.0 if self._gain is None else (self._gain, -self._gain)[seat]
+        reward = 0.0 if self._gain is None else (self._gain, -self._gain)[seat] - self._fines[seat]
         return shown(self.situation), reward, self._gain is not None, False, {}
 
     def step(self, action: str | None) -> None:
@@ -70,11 +70,11 @@ class Kuhn:
         seat = SEATS.index(self.agent_selection)
         if action is None:
             self.agents.remove(self.agent_selection)
-        elif action.strip() in MOVES:
-            self._history += action.strip()[0]
-            self._gain = gain(self._deal, self._history)
         else:
-            self._gain = (-FORFEIT, FORFEIT)[seat]
+            is_move = action.strip() in MOVES
+            self._history += action.strip()[0] if is_move else "p"
+            self._fines[seat] += 0.0 if is_move else FINE
+            self._gain = gain(self._deal, self._history)
         self.agent_selection = SEATS[1 - seat]
 
 
