@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -71,11 +72,19 @@ def test_an_idle_sandbox_is_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("RL_AGENT_SANDBOX_TOKEN", "secret")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
+    ended, remove = asyncio.Event(), shutil.rmtree
+
+    def removed(*given, **options):
+        remove(*given, **options)
+        ended.set()
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+
     async def use(kind):
         async with kind.open(SandboxSpec()) as sandbox:
             async with asyncio.timeout(20):
-                while [*tmp_path.iterdir()]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+                await ended.wait()
+            assert not [*tmp_path.glob("rl-agent-*/work")]
             with pytest.raises(SandboxError, match="there is no sandbox .*; it may have expired"):
                 await sandbox.run("true")
 
