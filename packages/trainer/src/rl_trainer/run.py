@@ -164,7 +164,7 @@ class _Run:
 
 
 def _train(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
-    """Attempt the run until one attempt comes to its end; returns lines of the summary."""
+    """Attempt the run until one attempt ends well; returns lines of the summary."""
     num_restarts = 0
     while True:
         try:
