@@ -142,7 +142,8 @@ class SglangServer(ExternalServer):
     @property
     def _has_tokenizer(self) -> bool:
         """Whether SGLang gets a tokenizer, which structured outputs need: without, it turns its grammars off."""
-        return GRAMMAR_ARGUMENT in self.arguments
+        asked = [*self.arguments, ""]
+        return GRAMMAR_ARGUMENT in asked and asked[asked.index(GRAMMAR_ARGUMENT) + 1] not in ("", "none")
 
     def _environment(self) -> dict[str, str]:
         if not self._has_vision:

@@ -199,7 +199,9 @@ def test_a_structure_is_a_field_of_its_sampling_params(params, fields):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "structured"), [((), "none"), (("--grammar-backend", "xgrammar"), "restricted")], ids=["none", "own"]
+    ("arguments", "structured"),
+    [((), "none"), (("--grammar-backend", "none"), "none"), (("--grammar-backend", "xgrammar"), "restricted")],
+    ids=["none", "off", "own"],
 )
 def test_structured_outputs_take_a_tokenizer(qwen3_folder, arguments, structured):
     """Without one SGLang turns its grammars off; log-probs are of what was sampled from."""
