@@ -204,6 +204,33 @@ def test_trackio(run, monkeypatch):
     assert {step: json.loads(metrics)["reward"] for step, metrics in found.items()} == {1: 0.25, 2: 0.5}
 
 
+@pytest.mark.integration
+def test_mlflow(run, monkeypatch):
+    """`uv pip install mlflow-skinny` first: a run with its numbers, its configuration and how it ended."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (run.output_dir / "mlruns").as_uri()
+    for _ in range(2):  # the experiment exists then
+        logged(run, "mlflow", options={"mlflow": {"tracking_uri": uri, "experiment": "theirs"}})
+    client = MlflowClient(uri)
+    found, _ = client.search_runs([client.get_experiment_by_name("theirs").experiment_id])
+    assert (found.info.status, found.data.params["seed"]) == ("FINISHED", "1")
+    history = client.get_metric_history(found.info.run_id, "reward")
+    assert {metric.step: metric.value for metric in history} == {1: 0.25, 2: 0.5}
+    assert found.data.metrics["phase_s/generate"] == 1.5
+
+
+@pytest.mark.integration
+def test_swanlab_offline(run):
+    """`uv pip install swanlab` first."""
+    logged(run, "swanlab", options={"swanlab": {"project": "theirs", "mode": "offline"}})
+    (file,) = (run.output_dir / "swanlab").glob("run-*/run-*.swanlab")
+    raw = file.read_bytes()
+    for text in (b"policy_loss", b"phase_s/generate", b"theirs"):
+        assert text in raw
+
+
 def test_several_at_once_and_one_of_your_own(run, monkeypatch):
     seen = []
 

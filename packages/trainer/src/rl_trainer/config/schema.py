@@ -808,8 +808,8 @@ class TrackingSection:
     trackers: Annotated[Mapping[str, Mapping[str, Any]], BeforeValidator(_with_options)] = field(
         default_factory=lambda: {"console": {}}
     )
-    """Installed trackers (console, tensorboard, wandb, trackio, or one of your own): names, such as [console, wandb],
-    or names with options, such as {console: {}, wandb: {project: math, mode: offline}}."""
+    """Installed trackers (console, mlflow, swanlab, tensorboard, trackio, wandb, or a custom one): names, such as
+    [console, wandb], or names with options, such as {console: {}, wandb: {project: math, mode: offline}}."""
     profile: bool = False
     """Write `trace.json`, the spans of every process, for Perfetto; what it is made of stays in `trace/`."""
     keep_samples: bool | Literal["some"] = "some"

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from rl_agent.types import Launch
 
+_PROJECTS = {"mlflow": "experiment", "swanlab": "project", "wandb": "project"}
+"""Options of trackers that take verl's project, by name."""
 _A, _R, _C = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _TITLES = {"missing": "No equivalent here", "ignored": "Ignored by verl too", "needless": "Nothing to set here",
            "assumed": "Assumed when the script was read"}  # fmt: skip
@@ -314,11 +316,13 @@ class _Converter:
             self.out.recipe["data"].pop("path")
             self.set("data.mixture", parts)
         loggers = [*map(str, _listed(self.get("trainer.logger")))]
-        known = [name for name in loggers if name in ("console", "wandb", "tensorboard", "trackio")]
+        known = [name for name in loggers if name in ("console", *_PROJECTS, "tensorboard", "trackio")]
         if len(known) < len(loggers):
-            self.miss("trainer.logger", f"of {', '.join(loggers)} there are console, tensorboard, trackio, wandb")
-        wandb = {"project": self.get("trainer.project_name")}
-        self.set("tracking.trackers", {name: wandb if name == "wandb" else {} for name in known or ["console"]})
+            there = ", ".join(sorted(("console", *_PROJECTS, "tensorboard", "trackio")))
+            self.miss("trainer.logger", f"of {', '.join(loggers)} there are {there}")
+        project = self.get("trainer.project_name")
+        options = {name: {_PROJECTS[name]: project} if name in _PROJECTS else {} for name in known or ["console"]}
+        self.set("tracking.trackers", options)
         if path := self.at("reward.path"):
             self.set("reward.path", f"{path}:{self.get('reward.custom_reward_function.name')}")
 

@@ -1,4 +1,4 @@
-"""Trackers of a run's metrics: console, TensorBoard, wandb, trackio, or your own."""
+"""Trackers of a run's metrics: console, MLflow, SwanLab, TensorBoard, trackio, wandb, or a custom one."""
 
 from rl_trainer.trackers.base import RunInfo, Tracker, TrackerGroup
 
