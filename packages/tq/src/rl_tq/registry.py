@@ -94,7 +94,7 @@ def create_policy(name: str, **parameters: Any) -> Policy:
     """Create a policy, shipped or an entry point of the group `rl_tq.policies`, for `get_meta(sampler=...)`.
 
     Args:
-        name: Its `Policy.name`, such as `fifo` or `group_complete`; `rl_tq.policies` has the shipped ones.
+        name: Its `Policy.name`, such as `all_ready` or `group_complete`; `rl_tq.policies` has the shipped ones.
         **parameters: Its fields.
 
     Raises:

@@ -97,7 +97,7 @@ def test_what_is_not_installed_where_the_server_runs_is_refused(installed, queue
         name: ClassVar[str] = "elsewhere"
 
     with pytest.raises(
-        ValueError, match=r"no policy 'elsewhere' where the server runs; there are .*'admission', 'batch_ratio', 'cur"
+        ValueError, match=r"no policy 'elsewhere' where the server runs; there are .*'all_ready', 'batch_ratio', 'cur"
     ):
         queue.get_meta(**CLAIM, batch_size=1, sampler=Elsewhere())
     for name, message in (("missing", "cannot be imported where the server runs: No module"), ("int", "subclass of")):

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_tq.policies.groups import GroupComplete
-from rl_tq.policies.rows import Fifo
+from rl_tq.policies.rows import AllReady, Fifo
 from rl_tq.policies.staleness import Admission, BatchRatio, GroupAge, OldestToken, QueueLength, ThresholdFraction
 from rl_tq.types.policy import Policy
 
@@ -22,6 +22,7 @@ __all__ = [
     "GROUP",
     "POLICIES",
     "Admission",
+    "AllReady",
     "BatchRatio",
     "Fifo",
     "GroupAge",
@@ -40,7 +41,7 @@ GROUP = "rl_tq.policies"
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
-        Fifo, GroupComplete, Admission, OldestToken, GroupAge, BatchRatio, QueueLength, ThresholdFraction,
+        Fifo, AllReady, GroupComplete, Admission, OldestToken, GroupAge, BatchRatio, QueueLength, ThresholdFraction,
     )
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ class PoliciesContract(Served):
             return peer.get(meta)["a"].tolist()
 
         numbers = iter(range(100))
+        assert given(2, policies.AllReady(), [{} for _ in range(4)]) == [0, 1, 2, 3]
         groups = [{"group_id": g} for g in (0, 1, 2, 1, 0, 2)]
         assert given(4, policies.GroupComplete(group_size=2), groups) == [1, 3, 0, 4]
         with pytest.raises(ValueError, match="groups have 4 rows"):

@@ -211,7 +211,7 @@ class RolloutSource:
                 "task": _TASK,
                 "timeout_s": _RESUME_WAIT_S,
             }
-            rows = self._queue.get_meta(**claim, batch_size=num_rows, sampler=create_policy("fifo"))
+            rows = self._queue.get_meta(**claim, batch_size=num_rows, sampler=create_policy("all_ready"))
             self._queue.clear(rows.filter(lambda tags: (tags["group_id"], tags["attempt"]) not in known))
             known -= {(tags["group_id"], tags["attempt"]) for tags in rows.tags if ADMITTED in tags}
             self._queue.restore(PARTITION, self._step, task=_TASK)
