@@ -37,6 +37,10 @@ ALLOWED = {
         for what in whats
     },
     ("rl_agent/environments/python.py", "exec_module"): "agent.environment=FILE.py:NAME, a file of the user's",
+    **{
+        ("rl_agent/recipes/repair.py", what): "runs the functions that the recipe writes, before a model has seen them"
+        for what in ("eval", "exec")
+    },
     ("rl_trainer/plugins.py", "cloudpickle"): "objects given to train(), on their way to its own workers",
     ("rl_trainer/plugins.py", "exec_module"): "FILE.py:NAME, a plug-in of the user's",
     ("rl_bench/tiers.py", "multiprocessing.util"): "counts the processes that a test starts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import time
@@ -46,7 +46,10 @@ class Child:
                     return told
                 continue
             assert self.process.stdout is not None
-            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            with selectors.DefaultSelector() as waiting:  # `select` takes no descriptor above 1,023
+                waiting.register(self.process.stdout, selectors.EVENT_READ)
+                is_there = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not is_there:
                 raise TimeoutError(f"{self.process.args} said nothing for {TIMEOUT_S:g} s")
             if not (more := os.read(self.process.stdout.fileno(), 1 << 16)):
                 raise RuntimeError(f"{self.process.args} ended early")

@@ -10,6 +10,7 @@ import base64
 import json
 import sys
 from contextlib import aclosing
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -38,6 +39,10 @@ SAMPLING = {
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
     "stop_token_ids",
     "ignore_eos",
     "seed",
@@ -46,6 +51,9 @@ SAMPLING = {
     "detokenize",
 }
 """Of a request whose answer comes in one piece; a stream has `stream_interval` beside."""
+
+DRAWING = SAMPLING & {each.name for each in fields(SamplingParams)} - {"stop_token_ids"}
+"""Those that the server of a tiny model takes as they are."""
 
 
 def parse():
@@ -209,7 +217,7 @@ class FakeVllm:
             sampling_params=SamplingParams(
                 max_new_tokens=params["max_tokens"],
                 stop_token_ids=tuple(params["stop_token_ids"]),
-                **{name: params[name] for name in ("temperature", "top_p", "top_k", "ignore_eos", "seed")},
+                **{name: params[name] for name in DRAWING},
                 **structure_of(None, structure or None),
             ),
             adapter=body["model"] if body["model"] in names else None,

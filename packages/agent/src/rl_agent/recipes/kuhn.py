@@ -122,8 +122,8 @@ def bets_of(folder: str) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     (bet,) = tokenizer.encode("bet", add_special_tokens=False)
     found = dict[str, float]()
     for situation in SITUATIONS:
