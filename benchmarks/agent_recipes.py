@@ -45,7 +45,8 @@ def main(run: Run) -> None:
         for name in recipes
     }
     for name, results in found.items():
-        gains = [abs(each["reward"][-1] - each["reward"][0]) for each in results["seeds"]]
+        better = -1 if name == "self_play" else 1  # exploitability has to fall
+        gains = [better * (each["reward"][-1] - each["reward"][0]) for each in results["seeds"]]
         results["gain_mean"] = statistics.mean(gains)
         if len(gains) == len(SEEDS["gym"]):
             results["gain_half_width_95"] = T_95 * statistics.stdev(gains) / len(gains) ** 0.5

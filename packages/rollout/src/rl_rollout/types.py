@@ -29,8 +29,8 @@ class SamplingParams:
     """Sampling parameters of a request. The returned log-probs are of exactly this distribution.
 
     At most one of `json_schema`, `regex` and `choice` asks for a structured output: tokens that cannot continue it are
-    never sampled. The log-probs are then those of the model at this temperature, without that restriction and without
-    `top_p` and `top_k`: what a trainer computes, so that the ratio of an unchanged model is 1.
+    never sampled. The log-probs are then those of the model at this temperature, without that restriction, penalties,
+    `min_p`, `top_p` and `top_k`: what a trainer computes, so that the ratio of an unchanged model is 1.
     """
 
     max_new_tokens: int = 256

@@ -85,6 +85,15 @@ def test_log_probs_are_those_of_the_model_without_the_structure(folder, temperat
     assert output.logprobs == pytest.approx(logprobs_of_model(folder, asked, output, temperature), abs=1e-4)
 
 
+def test_min_p_compares_tokens_that_a_structure_allows(folder, tokenizer):
+    """A least probability of the most likely token alone would leave none that the structure allows."""
+    more = {"min_p": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+    requests = [request(f"c{i}", choice=("yes", "no", "perhaps"), **more) for i in range(8)]
+    for asked, output in zip(requests, generate(folder, requests), strict=True):
+        assert text_of(tokenizer, output) in asked.sampling_params.choice
+        assert output.logprobs == pytest.approx(logprobs_of_model(folder, asked, output, 1.0), abs=1e-4)
+
+
 def test_the_ratio_of_an_unchanged_model_is_one(folder):
     requests = [request(f"r{i}", regex=LETTERS) for i in range(8)]
     ratios = [

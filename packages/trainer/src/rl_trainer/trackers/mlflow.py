@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
+from rl_trainer.config.load import flat
 from rl_trainer.trackers.base import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from rl_trainer.metrics import StepRecord
     from rl_trainer.trackers.base import RunInfo
@@ -37,7 +38,7 @@ class MlflowTracker(Tracker):
         found = self._client.get_experiment_by_name(name)
         its = self._client.create_experiment(name) if found is None else found.experiment_id
         self._id = self._client.create_run(its, run_name=run_name or run.output_dir.name).info.run_id
-        params = [Param(key, str(value)[:_MOST_CHARS]) for key, value in _flat(run.config)]
+        params = [Param(key, str(value)[:_MOST_CHARS]) for key, value in flat(run.config).items()]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
 
@@ -50,11 +51,3 @@ class MlflowTracker(Tracker):
     def close(self, summary: Mapping[str, Any] | None) -> None:
         """Mark the run as finished, or as failed."""
         self._client.set_terminated(self._id, "FAILED" if summary is None else "FINISHED")
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

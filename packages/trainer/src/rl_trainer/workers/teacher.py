@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import rl_rollout.registry
 from rl_agent.types import Failure, FailureKind, GroupResult
@@ -87,7 +88,7 @@ class ServedTeacher:
         prompt = output.prompt_token_ids if prompt is None else prompt
         completion = output.completion_token_ids
         request = GenerateRequest(
-            request_id=f"teach-{id(output)}",
+            request_id=f"teach-{uuid4().hex}",
             prompt_token_ids=(*prompt, *completion),
             sampling_params=SamplingParams(max_new_tokens=1),
             sampled_spans=_runs(output.loss_mask, len(prompt)),

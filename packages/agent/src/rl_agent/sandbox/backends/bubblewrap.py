@@ -98,13 +98,15 @@ class BubblewrapSandboxes(SandboxKind):
             )
             is_killed = result.kind in ("error", "timeout", "died") and group.num_kills()
         finally:
-            if forwarding is not None:
-                forwarding.cancel()
-                with suppress(asyncio.CancelledError):
-                    await forwarding
-            for descriptor in (calls, *info, *block):
-                os.close(descriptor)
-            await asyncio.to_thread(group.remove)
+            try:
+                if forwarding is not None:
+                    forwarding.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await forwarding  # raises where the service could not be made reachable
+            finally:
+                for descriptor in (calls, *info, *block):
+                    os.close(descriptor)
+                await asyncio.to_thread(group.remove)
         if is_killed:
             return replace(result, kind="memory", error="the memory limit of all processes was reached")
         return result

@@ -146,14 +146,14 @@ class StepRunner:
         is_greedy = table.is_greedy[which] if self._special.greedy else None
         place = {} if self._special.are_plain else dict(zip(drawn.tolist(), range(count), strict=True))
         structured = [(place[s.row], matcher) for s, matcher in self._special.structured.items() if s.row in place]
-        for sequence in self._special.shaped:
+        scaled = logits / temperature[:, None] if structured else logits
+        if structured:
+            logits = restricted(logits, structured)
+        for sequence in self._special.shaped:  # after the restriction: min-p compares tokens that are allowed
             if sequence.row in place:
                 start, length = sequence.completion_start, int(table.lengths_host[sequence.row])
                 tokens, its = table.tokens[sequence.row, :length], place[sequence.row]
                 logits[its] = shaped(logits[its], tokens[:start], tokens[start:], sequence.request.sampling_params)
-        scaled = logits / temperature[:, None] if structured else logits
-        if structured:
-            logits = restricted(logits, structured)
         if self._special.truncating:
             logits, temperature = cut(logits, temperature, table.top_k[which], table.top_p[which], is_greedy)
         ids, logprobs = sampling.draw(
