@@ -4,8 +4,8 @@ import functools
 import re
 
 import pytest
+from allpairspy import AllPairs
 
-from rl_bench.pairs import pairwise
 from rl_trainer import load_config
 from rl_trainer.algorithms import POLICY_LOSSES
 from rl_trainer.errors import ConfigError, PlanError
@@ -116,7 +116,7 @@ def test_advice_on_losses_and_corrections_leads_to_a_plan():
         ("recompute", "rollout"),
         ("sync", "fully_async"),
     )
-    for each in pairwise(*values):
+    for each in AllPairs(values):
         follow(dict(zip(keys, each, strict=True)))
 
 

@@ -158,17 +158,17 @@ _OWN = ("proc", "dev", "tmp", "sys")
 
 async def _forwarder(service: Service, info: int, block: int) -> None:
     """Make the service reachable once the sandbox has a network, and let its command begin; runs until cancelled."""
-    loop, told, has_more = asyncio.get_running_loop(), b"", asyncio.Event()
+    loop, report, has_more = asyncio.get_running_loop(), b"", asyncio.Event()
     loop.add_reader(info, has_more.set)
     try:
-        while not told.rstrip().endswith(b"}"):
+        while not report.rstrip().endswith(b"}"):
             await has_more.wait()
             has_more.clear()
-            told += os.read(info, 1 << 12)
+            report += os.read(info, 1 << 12)
     finally:
         loop.remove_reader(info)
     try:
-        async with forwarder(json.loads(told)["child-pid"], service):
+        async with forwarder(json.loads(report)["child-pid"], service):
             os.write(block, b"1")
             await asyncio.Event().wait()
     except SandboxError:

@@ -54,9 +54,9 @@ def shaped(logits: Tensor, prompt: Tensor, completion: Tensor, params: SamplingP
     kept = logits[seen]
     factor = params.repetition_penalty
     logits = logits.index_copy(0, seen, torch.where(kept > 0, kept / factor, kept * factor))
-    told, counts = completion.unique(return_counts=True)
+    distinct, counts = completion.unique(return_counts=True)
     less = params.presence_penalty + params.frequency_penalty * counts
-    logits = logits.index_add(0, told, -less.to(logits.dtype))
+    logits = logits.index_add(0, distinct, -less.to(logits.dtype))
     if params.min_p and params.temperature:
         least = logits.max() + params.temperature * math.log(params.min_p)
         logits = logits.masked_fill(logits < least, float("-inf"))
