@@ -18,7 +18,7 @@ PUBLIC = """
 BackendError BatchCounts BatchError CheckpointError ConfigError DataError Engine
 EngineConfig EngineError EngineOutput Fp8 Head LoraConfig LoraExport LossFunction MatmulPrecision ModelFolderError
 ModelInit ModelOutput Mtp NonFiniteError OptimizerConfig OptimizerKind ParallelConfig PeftConfig Precision ShardSpec
-StepOutcome TrainingWorker
+StepOutcome TrainingWorker AdamParams RowsOutput TrainingRow create_loss create_worker
 auto_precision check create_engine digest_files
 find_damage for_this_machine model_folder read_manifest write_manifest describe_model describe_tokens ModelFacts
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,11 @@ from rl_engine.errors import BackendError, ConfigError, ModelFolderError
 from rl_engine.types import ModelFacts, Precision
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from importlib.metadata import EntryPoint
+    from typing import Any
 
-    from rl_engine.base import Engine
+    from rl_engine.base import Engine, LossFunction
     from rl_engine.types import EngineConfig, FolderTokens
 
 _GROUP = "rl_engine.backends"
@@ -64,6 +67,45 @@ def create_engine(backend: str, config: EngineConfig) -> Engine:
             f"Engine backend {backend!r} cannot be imported: {error}. Run: {_pip_line(found[backend])}"
         ) from error
     return module.create(for_this_machine(config))
+
+
+def create_worker(
+    config: EngineConfig, backend: str = "fsdp", *, max_resident: int = 8, idle_folder: str | Path | None = None
+) -> Any:
+    """Build a worker, a `rl_engine.TrainingWorker`, whose model is loaded. Collective.
+
+    With `config.optimizer` it trains the model itself, under the adapter name None. Without, the model is frozen, and
+    any number of LoRA adapters are added, trained side by side in one batch, and removed.
+
+    Args:
+        config: Settings of the engine; its `lora` is None.
+        backend: Its name; adapters need fsdp.
+        max_resident: Adapters whose weights and optimizer state stay on the device; the ones idle for longest are in
+            host memory.
+        idle_folder: Idle adapters are on disk in this folder, which this rank alone uses, and not in host memory.
+
+    Raises:
+        BackendError: no such backend, or it cannot be imported.
+        ConfigError, ModelFolderError: as `Engine.initialize`.
+    """
+    worker = import_module("rl_engine.training_worker").TrainingWorker
+    return worker(config, backend, max_resident=max_resident, idle_folder=idle_folder)
+
+
+def create_loss(name: str, settings: Mapping[str, float] | None = None) -> LossFunction:
+    """Build a loss that Tinker's clients name: cross_entropy, importance_sampling, ppo, cispo or dro.
+
+    Sums over tokens, divided by nothing. cross_entropy reads the column `weights`, the others `logprobs` (of the
+    sampler) and `advantages`, and `weights` where rows have it.
+
+    Args:
+        name: Its name.
+        settings: `clip_low_threshold` and `clip_high_threshold` (ppo 0.8 and 1.2, cispo 0 and 4), `beta` (dro, 0.05).
+
+    Raises:
+        ConfigError: no such loss or setting, or a number out of range.
+    """
+    return import_module("rl_engine.losses").token_loss(name, settings or {})
 
 
 def _pip_line(entry: EntryPoint) -> str:

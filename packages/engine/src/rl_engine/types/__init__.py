@@ -151,6 +151,36 @@ class OptimizerConfig:
             _need(is_met, f"optimizer.{name}", getattr(self, name), allowed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """AdamW's numbers for one step of one adapter; defaults are those of Tinker's client."""
+
+    lr: float = 1e-4
+    """Learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-12
+    """Denominator term."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; not applied to one-dimensional parameters."""
+    grad_clip_norm: float = 0.0
+    """Global gradient norm is clipped to this; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range."""
+        for name, is_met, allowed in (
+            ("lr", self.lr >= 0 and isfinite(self.lr), "0 or more"),
+            ("beta1", 0 <= self.beta1 < 1, "from 0 to below 1"),
+            ("beta2", 0 <= self.beta2 < 1, "from 0 to below 1"),
+            ("eps", self.eps > 0 and isfinite(self.eps), "above 0"),
+            ("weight_decay", self.weight_decay >= 0 and isfinite(self.weight_decay), "0 or more"),
+            ("grad_clip_norm", self.grad_clip_norm >= 0, "0 (no clipping) or more"),
+        ):
+            _need(is_met, f"adam.{name}", getattr(self, name), allowed)
+
+
 class LoraExport(StrEnum):
     """Form in which a LoRA adapter is exported."""
 
@@ -440,6 +470,30 @@ class EngineOutput:
     """Loss and the loss function's metrics, summed over micro-batches and ranks."""
     num_micro_batches: int
     """Micro-batches that ran on this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRow:
+    """Row of a worker's batch: one sequence, the adapter it runs under, and what its loss reads. N tokens."""
+
+    adapter: str | None = None
+    """Adapter of the row; None: the base model."""
+    token_ids: Sequence[int]
+    """N tokens that the model is fed."""
+    target_token_ids: Sequence[int] | Sequence[Sequence[int]]
+    """Token scored at each of the N positions, usually the one that follows; or K tokens at each of them."""
+    inputs: Mapping[str, Sequence[float] | Sequence[Sequence[float]]] = field(default_factory=dict[str, Any])
+    """Columns of the loss, N entries each (N x K where K tokens are scored): `weights`, `logprobs`, `advantages`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsOutput:
+    """Result of a worker's pass over rows."""
+
+    logprobs: list[Tensor]
+    """(N,) or (N, K) float32 on the CPU, log-probs of the targets of each row that this rank passed, in its order."""
+    metrics: dict[str | None, dict[str, float]]
+    """By adapter, `loss` and the metrics of its loss function over the rows of all ranks; a NaN is in its own alone."""
 
 
 def _given(tensor: Tensor | None, what: str, wanted: str) -> Tensor:
