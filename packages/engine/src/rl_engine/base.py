@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_engine.errors import ConfigError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from rl_engine.types import EngineOutput, ModelOutput, PeftConfig, ShardSpec
+    from rl_engine.types import AdamParams, EngineOutput, ModelOutput, PeftConfig, ShardSpec
 
 LossFunction = Callable[["ModelOutput", "TensorDict"], tuple["Tensor", dict[str, "Tensor"]]]
 """`(output, rows) -> (loss, metrics)` for one micro-batch.
@@ -105,9 +105,29 @@ class Engine(ABC):
         """
         raise ConfigError("This engine has no adapter to turn off; give EngineConfig a lora, or a separate reference.")
 
+    def named_adapters(self, *, max_resident: int, idle_folder: str | Path | None) -> Any:
+        """Make a pool of LoRA adapters over the frozen model, a `rl_engine.model.adapter_pool.AdapterPool`.
+
+        From then on the column `adapter` ((B,) int64) numbers each row's adapter among those that the pool lets rows
+        use, -1 for none, and backward passes add to their gradients. `target_token_ids` (ragged) are then scored in
+        place of the completion's tokens.
+
+        Raises:
+            ConfigError: the engine is trained itself, or its backend, model or a setting does not allow it.
+        """
+        raise ConfigError("Adapters by name are trained by the fsdp backend alone; use that.")
+
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
         """Drop accumulated gradients."""
+
+    def check_batch(self, data: TensorDict) -> None:
+        """Refuse rows that `forward_backward_batch` would refuse on this rank. Not collective.
+
+        Raises:
+            BatchError: as `forward_backward_batch`.
+        """
+        raise ConfigError(f"{type(self).__name__} checks rows in forward_backward_batch alone; use that.")
 
     @abstractmethod
     def forward_backward_batch(
@@ -131,8 +151,11 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, adam: AdamParams | None = None) -> float:
         """Clip, step, and return the global gradient norm before clipping, 0 without gradients.
+
+        Args:
+            adam: Numbers of this step and of those after it; None: those that are set.
 
         Raises:
             NonFiniteError: the norm is NaN or infinite; parameters and optimizer state are unchanged.

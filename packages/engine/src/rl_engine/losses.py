@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import functional
 
-from rl_csrc import coarse_kl
+from rl_csrc import LossSpec, coarse_kl, policy_loss
 from rl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tensordict import TensorDict
     from torch import Tensor
 
+    from rl_engine.base import LossFunction
     from rl_engine.types import ModelOutput
 
 
@@ -192,6 +196,70 @@ class DistillLoss:
             metrics |= {"reverse_kl": reverse.detach(), "teacher_gap": token_mean(gap.detach(), mask, output)}
             parts.append(reverse if self.kind == DistillKind.REVERSE else (1.0 - self.forward_weight) * reverse)
         return torch.stack(parts).sum(), metrics
+
+
+@token_local
+@dataclass(frozen=True, slots=True)
+class _CrossEntropy:
+    """Negative sum of the targets' log-probs, times the column `weights`."""
+
+    def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum over this micro-batch's tokens."""
+        weights = token_values(rows, "weights", output.logprobs)
+        scored = output.logprobs if weights.ndim == 1 else output.candidate_logprobs
+        return -(scored * weights).sum(), {}
+
+
+@token_local
+@dataclass(frozen=True, slots=True)
+class _PolicySum:
+    """Policy loss of rl-csrc summed over tokens: of the columns `logprobs` and `advantages`, times `weights` if any."""
+
+    spec: LossSpec
+
+    def __call__(self, output: ModelOutput, rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum over this micro-batch's tokens."""
+        old, advantages = (token_values(rows, name, output.logprobs) for name in ("logprobs", "advantages"))
+        weights = token_values(rows, "weights", output.logprobs) if "weights" in rows.keys() else None  # noqa: SIM118 - a TensorDict iterates rows
+        mask = torch.ones_like(old, dtype=torch.bool)
+        found = policy_loss(output.logprobs, old, advantages, mask, output.cu_seqlens, self.spec, weights=weights)
+        return found.loss, {}
+
+
+_THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_TOKEN_LOSSES: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": _THRESHOLDS,
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+}
+"""Losses that Tinker's clients name, with their settings' defaults."""
+
+
+def token_loss(name: str, settings: Mapping[str, float]) -> LossFunction:
+    """See `rl_engine.registry.create_loss`."""
+    if name not in _TOKEN_LOSSES:
+        raise ConfigError(f"There is no loss {name!r}; there are: {', '.join(_TOKEN_LOSSES)}.")
+    known = _TOKEN_LOSSES[name]
+    for key, value in settings.items():
+        if key not in known:
+            raise ConfigError(f"The loss {name} has no setting {key!r}; it has: {', '.join(known) or 'none'}.")
+        if not (isfinite(value) and value >= 0):
+            raise ConfigError(f"{key} of the loss {name} is {value}; it is a finite number, 0 or more.")
+    if name == "cross_entropy":
+        return _CrossEntropy()
+    chosen = {**known, **settings}
+    low, high = chosen.get("clip_low_threshold", -inf), chosen.get("clip_high_threshold", inf)
+    if low > 1.0 or high < 1.0:
+        raise ConfigError(
+            f"The loss {name} clips ratios to {low} and {high}; the lower is at most 1, the upper at least."
+        )
+    formula: Any = "ppo" if name == "importance_sampling" else name
+    numbers: dict[str, Any] = {"clip_low": 1.0 - low, "clip_high": high - 1.0}
+    if name == "dro":
+        numbers = {"dro_beta": chosen["beta"]}
+    return _PolicySum(LossSpec(loss=formula, aggregation="token-sum", **numbers))
 
 
 def row_log_ratio(output: ModelOutput, rows: TensorDict) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_engine.errors import NonFiniteError
-from rl_engine.types import OptimizerConfig, OptimizerKind
+from rl_engine.types import AdamParams, OptimizerConfig, OptimizerKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 class StepOptimizer(Protocol):
     """An optimizer as engines use it."""
+
+    max_norm: float
+    """Global gradient norm is clipped to this."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -49,9 +52,13 @@ class ClippedAdamW(torch.optim.AdamW):
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         groups = [
-            {"params": [parameter for parameter in alike if (parameter.ndim > 1) == decays], "weight_decay": decay}
+            {
+                "params": [parameter for parameter in alike if (parameter.ndim > 1) == decays],
+                "weight_decay": config.weight_decay * decays,
+                "wd_mult": float(decays),
+            }
             for alike in by_mesh(trained)
-            for decays, decay in ((True, config.weight_decay), (False, 0.0))
+            for decays in (True, False)
         ]
         super().__init__(
             [group for group in groups if group["params"]],
@@ -60,13 +67,13 @@ class ClippedAdamW(torch.optim.AdamW):
             eps=config.eps,
             fused=True,
         )
-        self._trained, self._max_norm = trained, config.max_grad_norm
+        self._trained, self.max_norm = trained, config.max_grad_norm
         for parameter in trained:
             self.state[parameter] = adamw_state(parameter)
 
     def clip_and_step(self) -> float:
         """See `StepOptimizer`."""
-        norm = clip_grad_norm(self._trained, self._max_norm)
+        norm = clip_grad_norm(self._trained, self.max_norm)
         self.step()
         return norm
 
@@ -84,7 +91,7 @@ class ClippedMuon:
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         inner = {id(parameter) for parameter in matrices}
         mine = [parameter for parameter in self._trained if id(parameter) in inner]
-        self._max_norm = config.max_grad_norm
+        self.max_norm = config.max_grad_norm
         self._adamw = ClippedAdamW((parameter for parameter in self._trained if id(parameter) not in inner), config)
         self._muon = torch.optim.Muon(
             mine,
@@ -113,7 +120,7 @@ class ClippedMuon:
 
     def clip_and_step(self) -> float:
         """See `StepOptimizer`."""
-        norm = clip_grad_norm(self._trained, self._max_norm)
+        norm = clip_grad_norm(self._trained, self.max_norm)
         self._muon.step()
         self._adamw.step()
         return norm
@@ -126,6 +133,15 @@ def module_optimizer(
     if config.kind == OptimizerKind.MUON:
         return ClippedMuon(parameters, matrices, config)
     return ClippedAdamW(parameters, config)
+
+
+def apply_adam(optimizer: StepOptimizer, adam: AdamParams) -> None:
+    """Set the numbers of the next step; Muon's matrices take rate and decay alone."""
+    optimizer.max_norm = adam.grad_clip_norm or math.inf
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = adam.lr, adam.weight_decay * group.get("wd_mult", 1.0)
+        if "betas" in group:
+            group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
 
 
 def adamw_state(parameter: Tensor) -> dict[str, Tensor]:

@@ -6,10 +6,25 @@ The verbs are those of Tinker's training client; every rank calls them in the sa
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
+from rl_engine.batch.adapter_rows import (
+    AdapterShare,
+    LossByAdapter,
+    batch_of,
+    check_row,
+    merge_shares,
+    shares_of,
+    width_of,
+)
+from rl_engine.distributed.world import gather_values
+from rl_engine.errors import BatchError, ConfigError
 from rl_engine.registry import create_engine
+from rl_engine.types import RowsOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +35,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.base import Engine, LossFunction
+    from rl_engine.model.adapter_pool import AdapterPool
     from rl_engine.types import (
         AdamParams,
         EngineConfig,
         EngineOutput,
         LoraConfig,
         PeftConfig,
-        RowsOutput,
         TrainingRow,
     )
 
@@ -64,6 +79,9 @@ class TrainingWorker:
             ConfigError, ModelFolderError: as `Engine.initialize`.
         """
         self.engine: Engine = create_engine(backend, config)
+        self._is_frozen = config.optimizer is None
+        self._pool: AdapterPool | None = None
+        self._pool_options: dict[str, Any] = {"max_resident": max_resident, "idle_folder": idle_folder}
         self.step = 0
         self._modes = ExitStack()
         try:
@@ -103,14 +121,18 @@ class TrainingWorker:
             NonFiniteError: the gradient norm is NaN or infinite; weights and state are as before, the gradient is gone.
             ConfigError: no such adapter.
         """
-        if adam is not None or adapter is not None:
-            raise NotImplementedError
+        if adapter is not None:
+            if adam is None:
+                raise ConfigError(f"Adapter {adapter!r} steps by numbers of its own; give adam.")
+            norm = self.pool.step(adapter, adam)
+            return StepOutcome(step=self.pool[adapter].step, grad_norm=norm, lr=adam.lr)
         try:
-            norm = self.engine.optimizer_step()
+            norm = self.engine.optimizer_step(adam)
         finally:
             self.engine.optimizer_zero_grad()
         self.step += 1
-        return StepOutcome(step=self.step, grad_norm=norm, lr=self.engine.lr_scheduler_step())
+        rate = self.engine.lr_scheduler_step() if adam is None else adam.lr
+        return StepOutcome(step=self.step, grad_norm=norm, lr=rate)
 
     def save_state(self, path: str | Path, adapter: str | None = None, *, optimizer: bool = True) -> None:
         """Write everything that `load_state` needs to go on as if nothing had happened; for any number of ranks.
@@ -123,9 +145,10 @@ class TrainingWorker:
         Raises:
             ConfigError: no such adapter.
         """
-        if adapter is not None:
-            raise NotImplementedError
-        self.engine.save_checkpoint(path, self.step)
+        if adapter is None:
+            self.engine.save_checkpoint(path, self.step)
+        else:
+            self.pool.save(adapter, path, optimizer=optimizer)
 
     def load_state(self, path: str | Path, adapter: str | None = None, *, optimizer: bool = True) -> int:
         """Go on from `save_state`; returns the steps taken by then.
@@ -140,7 +163,7 @@ class TrainingWorker:
             ConfigError: no such adapter.
         """
         if adapter is not None:
-            raise NotImplementedError
+            return self.pool.load(adapter, path, optimizer=optimizer)
         self.step = self.engine.load_checkpoint(path)
         return self.step
 
@@ -151,9 +174,20 @@ class TrainingWorker:
     # Adapters by name, and rows that each name theirs
 
     @property
+    def pool(self) -> AdapterPool:
+        """Pool of the adapters, which is made when it is first needed.
+
+        Raises:
+            ConfigError: as `Engine.named_adapters`.
+        """
+        pool = self._pool or self.engine.named_adapters(**self._pool_options)
+        self._pool = pool
+        return pool
+
+    @property
     def adapters(self) -> dict[str, LoraConfig]:
         """Adapters that rows may name, in the order in which they were added."""
-        raise NotImplementedError
+        return {} if self._pool is None else {name: each.lora for name, each in self._pool.adapters.items()}
 
     def add_adapter(self, name: str, lora: LoraConfig, seed: int = 0) -> PeftConfig:
         """Add an adapter, equal to the one that an engine with this `lora` and `seed` begins with.
@@ -166,7 +200,7 @@ class TrainingWorker:
         Raises:
             ConfigError: the name is taken or no name, the model is trained itself, or the settings do not suit it.
         """
-        raise NotImplementedError
+        return self.pool.add(name, lora, seed)
 
     def remove_adapter(self, name: str) -> None:
         """Free an adapter with its gradient and state.
@@ -174,7 +208,7 @@ class TrainingWorker:
         Raises:
             ConfigError: no such adapter.
         """
-        raise NotImplementedError
+        self.pool.remove(name)
 
     def check_rows(self, rows: Sequence[TrainingRow], losses: Mapping[str | None, LossFunction] | None = None) -> None:
         """Refuse rows that a pass would refuse, so that one tenant's do not fail another's batch. Not collective.
@@ -182,7 +216,19 @@ class TrainingWorker:
         Raises:
             BatchError: an unknown adapter or token, no entry or too many in a column, a row too long; names the row.
         """
-        raise NotImplementedError
+        known = self.adapters
+        for index, row in enumerate(rows):
+            check_row(index, row)
+            if row.adapter is not None and row.adapter not in known:
+                raise BatchError(
+                    f"Row {index} is for adapter {row.adapter!r}; there are: {', '.join(known) or 'none'}."
+                )
+            if losses is not None and row.adapter not in losses:
+                raise BatchError(f"Row {index} is for adapter {row.adapter!r}, which has no loss in this pass.")
+        for width, named in shares_of(rows).items():
+            columns = {name for share in named.values() for name in share.columns}
+            alike = [row for row in rows if width_of(row) == width]
+            self.engine.check_batch(batch_of(alike, width, dict.fromkeys(named, -1), columns))
 
     def forward_rows(
         self, rows: Sequence[TrainingRow], losses: Mapping[str | None, LossFunction] | None = None
@@ -196,7 +242,8 @@ class TrainingWorker:
         Raises:
             BatchError: as `check_rows`.
         """
-        raise NotImplementedError
+        with self.engine.eval_mode():
+            return self._run(rows, losses, has_backward=False)
 
     def forward_backward_rows(
         self, rows: Sequence[TrainingRow], losses: Mapping[str | None, LossFunction]
@@ -209,7 +256,7 @@ class TrainingWorker:
         Raises:
             BatchError: as `check_rows`, or a row's adapter has no loss or cannot be trained; gradients are unchanged.
         """
-        raise NotImplementedError
+        return self._run(rows, losses, has_backward=True)
 
     def export_adapter(self, name: str) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig]:
         """Stream an adapter's tensors as servers take them (`adapters.NAME.` + peft's name), with its description.
@@ -217,7 +264,72 @@ class TrainingWorker:
         Raises:
             ConfigError: no such adapter.
         """
-        raise NotImplementedError
+        described, tensors = self.pool[name].peft, self.pool.named_tensors(name)
+        return ((f"adapters.{name}.{key}", tensor) for key, tensor in tensors.items()), described
+
+    def _run(
+        self, rows: Sequence[TrainingRow], losses: Mapping[str | None, LossFunction] | None, *, has_backward: bool
+    ) -> RowsOutput:
+        """One pass for each number of tokens that rows score at a position. Collective."""
+        passes = self._agree(rows, losses, has_backward=has_backward)
+        found = RowsOutput(logprobs=[torch.empty(0)] * len(rows), metrics={})
+        for width, shares in passes.items():
+            names = [name for name in shares if name is not None]
+            if self._pool is not None:
+                self._pool.use(names, trained=has_backward)
+            numbers: dict[str | None, int] = {name: index for index, name in enumerate(names)} | {None: -1}
+            loss = None
+            if losses is not None:
+                loss = LossByAdapter(
+                    losses={numbers[name]: losses[name] for name in shares},
+                    shares={numbers[name]: share for name, share in shares.items()},
+                )
+            mine = [index for index, row in enumerate(rows) if width_of(row) == width]
+            columns = sorted({column for share in shares.values() for column in share.columns})
+            data = batch_of([rows[index] for index in mine], width, numbers, columns)
+            output = self.engine.forward_backward_batch(data, loss, forward_only=not has_backward)
+            scored = output.columns.get("logprobs" if width == 1 else "asked_logprobs").float().cpu()
+            for index, logprobs in zip(mine, scored.unbind(), strict=True):
+                found.logprobs[index] = logprobs
+            for name, number in numbers.items():
+                for key, value in output.metrics.items():
+                    if key.startswith(f"{number}/"):
+                        own = found.metrics.setdefault(name, {})
+                        own[key.partition("/")[2]] = own.get(key.partition("/")[2], 0.0) + value
+        return found
+
+    def _agree(
+        self, rows: Sequence[TrainingRow], losses: Mapping[str | None, LossFunction] | None, *, has_backward: bool
+    ) -> dict[int, dict[str | None, AdapterShare]]:
+        """Shares of all ranks, by pass; rows that one rank refuses are refused by all. Collective."""
+        mine: str | dict[int, dict[str | None, Any]]
+        try:
+            self.check_rows(rows, losses)
+            if has_backward and self._is_frozen and any(row.adapter is None for row in rows):
+                raise BatchError("A row has no adapter, and the base model is frozen; name one, or set an optimizer.")
+            mine = {
+                width: {name: astuple(share) for name, share in named.items()}
+                for width, named in shares_of(rows).items()
+            }
+        except BatchError as error:
+            mine = str(error)
+        said = gather_values(mine) if dist.is_initialized() else [mine]
+        for rank, answer in enumerate(said):
+            if isinstance(answer, str):
+                raise BatchError(answer if answer is mine else f"Rank {rank} refused its rows: {answer}")
+        return merge_shares(
+            [
+                {
+                    width: {
+                        name: AdapterShare(columns=tuple(one[0]), tokens=one[1], sequences=one[2])
+                        for name, one in named.items()
+                    }
+                    for width, named in answer.items()
+                }
+                for answer in said
+                if not isinstance(answer, str)
+            ]
+        )
 
     def close(self) -> None:
         """Free the engine. Idempotent."""

@@ -31,6 +31,7 @@ from rl_engine.layers import peft_lora as lora
 from rl_engine.layers.logprobs import LinearHead
 from rl_engine.layers.moe import check_aux
 from rl_engine.layers.packed_attention import SequenceGroup, check_heads
+from rl_engine.layers.row_adapters import RowAdapters
 from rl_engine.model.export import WeightExport
 from rl_engine.model.hf import (
     HuggingFaceScorer,
@@ -83,6 +84,24 @@ class FsdpBackend(ModuleBackend):
         """See `ModuleBackend`."""
         parts = super().parts(built)
         return parts if built.peft is None else replace(parts, export=AdaptedExport(built))
+
+    def row_adapters(self, scorer: Scorer) -> RowAdapters:
+        """See `ModuleBackend`."""
+        config = self.config
+        assert isinstance(scorer, HuggingFaceScorer)
+        for is_met, what in (
+            (config.head == Head.LM, f"head is {config.head}"),
+            (config.parallel.sp == 1, f"parallel.sp is {config.parallel.sp}, which cuts rows"),
+            (not config.torch_compile, "torch_compile is true, and other adapters would be other graphs"),
+            (not config.dropout, "dropout is true"),
+            (scorer.multimodal is None, f"{type(scorer.model).__name__} takes images"),
+        ):
+            if not is_met:
+                raise ConfigError(
+                    f"Rows with adapters of their own are not possible: {what}. Train one adapter, by lora."
+                )
+        scorer.adapters = scorer.adapters or RowAdapters(scorer.model, scorer.layers())
+        return scorer.adapters
 
     def adapter_off(self, built: BuiltModel) -> Any:
         """See `ModuleBackend`."""

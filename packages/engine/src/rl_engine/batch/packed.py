@@ -48,6 +48,8 @@ class PackedRows:
     """The `VISUAL` columns' entries of these rows, in their order; see `rl_engine.layers.multimodal`."""
     places: Tensor | None = None
     """(T, 3) int64, time, height and width of each token, where the batch has images."""
+    adapters: tuple[int, ...] | None = None
+    """B entries, the number of each row's adapter, -1 for none; None: no row has one."""
     given_ids: Tensor | None = None
     """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
     shared: PrefixSharing | None = None

@@ -46,6 +46,8 @@ COLUMNS = {
     "candidate_logprobs": "top_logprobs",
 }
 """Columns that an engine gives back, one entry per completion token, and the fields of `ModelOutput` they come from."""
+ASKED = {"asked_logprobs": "token_candidate_logprobs"}
+"""Further column of rows that name their adapter: the log-probs of `candidate_token_ids`."""
 
 WorkItems = Sequence[tuple[float, Sequence[int]]]
 """The work of rows that go together, and the rows."""
@@ -107,6 +109,8 @@ class BatchPlan:
 class MicroBatchResults:
     """Results of the micro-batches of one call so far; they stay on the device until the end."""
 
+    fields: Mapping[str, str] = field(default_factory=lambda: COLUMNS)
+    """Fields of `ModelOutput` that are kept, by column."""
     rows: list[int] = field(default_factory=list[int])
     """Rows of the plan's `batch`, in the order in which they were computed."""
     columns: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
@@ -118,7 +122,7 @@ class MicroBatchResults:
         """Add one micro-batch's output and shares of metrics."""
         self.rows += rows
         self.add_shares(metrics)
-        for name, attribute in COLUMNS.items():
+        for name, attribute in self.fields.items():
             if (column := getattr(output, attribute)) is not None:
                 self.columns.setdefault(name, []).append(column.detach())
 
@@ -194,7 +198,12 @@ def plan_batch(
     if len(micro_batches) < count:
         micro_batches = plan_rows(tokens, units, budget, costs=costs, min_count=count)
     return BatchPlan(
-        own=own, batch=batch, assignment=assignment, counts=counts, micro_batches=micro_batches, num_micro_batches=count
+        own=own,
+        batch=batch,
+        assignment=assignment,
+        counts=counts,
+        micro_batches=[batch.in_order(rows) for rows in micro_batches],
+        num_micro_batches=count,
     )
 
 

@@ -31,6 +31,8 @@ PAIR = "pair_id"
 CHOSEN = "is_chosen"
 ROUTED = "routed_experts"
 CANDIDATES = "candidate_token_ids"
+TARGETS = "target_token_ids"
+ADAPTER = "adapter"
 VISUAL = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 """Columns of images and videos, under the names that Hugging Face processors give them."""
 
@@ -92,9 +94,19 @@ class RowBatch:
             raise BatchError(
                 f"{MASK} and {COMPLETION} have rows of different lengths; a mask entry belongs to each token."
             )
+        if TARGETS in names and not torch.equal(self._ragged(TARGETS).offsets.diff(), self._completion_lengths):
+            raise BatchError(
+                f"{TARGETS} and {COMPLETION} have rows of different lengths; one is scored for each token."
+            )
         self._units = _units_of(self._columns, self.num_rows, needs_pairs=needs_mask)
+        adapters = self._columns.get(ADAPTER)
+        self._adapters: list[int] | None = adapters.tolist() if isinstance(adapters, Tensor) else None
         self._places: _Ragged | None = None
         self._groups = _prompt_groups(self._prompt.values, prompts) if shares_prefixes else None
+
+    def in_order(self, rows: Sequence[int]) -> list[int]:
+        """Rows of a micro-batch in the order in which they are packed: those of one adapter together."""
+        return list(rows) if self._adapters is None else sorted(rows, key=self._adapters.__getitem__)
 
     @property
     def lengths(self) -> list[int]:
@@ -139,6 +151,8 @@ class RowBatch:
         found = {PROMPT: self._prompt.values, COMPLETION: self._completion.values}
         if CANDIDATES in self._columns:
             found[CANDIDATES] = self.candidates()
+        if TARGETS in self._columns:
+            found[TARGETS] = self._ragged(TARGETS).values
         for name, values in found.items():
             if values.numel() == 0:
                 continue
@@ -268,11 +282,11 @@ class RowBatch:
         prompt_index = _positions(prompts) + starts[:-1].repeat_interleave(prompts)
         lengths = tuple(self._lengths[row] - self._unfed for row in rows)
         completion_tokens = self._here(found)
-        labels = self._completion.values[completion_tokens]
+        completion_ids = self._completion.values[completion_tokens]
         prompt_ids = self._prompt.values[self._here(prompt_tokens)]
 
         def fed_of(completion: Tensor) -> Tensor:
-            token_ids = labels.new_empty(sum(lengths) + 1)
+            token_ids = completion_ids.new_empty(sum(lengths) + 1)
             # The last token of a row that is not fed it lands on its neighbour's first slot (or on the spare one at
             # the end), which that row's prompt then overwrites.
             token_ids[self._here(own_index)] = completion
@@ -281,17 +295,18 @@ class RowBatch:
 
         visual = {name: found for name in VISUAL if (found := self._entries(name, index)) is not None}
         return PackedRows(
-            token_ids=fed_of(labels),
+            token_ids=fed_of(completion_ids),
             position_ids=self._here(_positions(fed)),
             lengths=lengths,
             score_index=self._here(own_index - self._unfed),
-            labels=labels,
+            labels=self._ragged(TARGETS).values[completion_tokens] if TARGETS in self._columns else completion_ids,
             cu_seqlens=self._here(cu_seqlens),
             completions=tuple(self._completions[row] for row in rows),
             num_valid=sum(lengths),
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
             candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
             visual=visual,
+            adapters=None if self._adapters is None else tuple(self._adapters[row] for row in rows),
             places=None if self._places is None else self._values(self._places, index),
             given_ids=fed_of(self._given()[completion_tokens]) if visual else None,
             counts=counts,
@@ -321,9 +336,9 @@ def _units_of(columns: Mapping[str, object], num_rows: int, *, needs_pairs: bool
     """See `RowBatch.units`; where a loss is to read them, every pair must be there.
 
     Raises:
-        BatchError: `pair_id` or `is_chosen` is not one entry per row, or a pair is not one of each.
+        BatchError: `pair_id`, `is_chosen` or `adapter` is not one entry per row, or a pair is not one of each.
     """
-    for name in (PAIR, CHOSEN):
+    for name in (PAIR, CHOSEN, ADAPTER):
         column = columns.get(name)
         if column is not None and not (isinstance(column, Tensor) and column.shape == (num_rows,)):
             raise BatchError(f"Column {name} must have one entry per row, shape (B,).")

@@ -15,7 +15,7 @@ from torch.nn import Linear
 from rl_engine.checkpoint.hf_folder import empty_model, publish
 from rl_engine.checkpoint.sharded import whole
 from rl_engine.errors import BackendError, ConfigError, naming
-from rl_engine.types import Head
+from rl_engine.types import Head, digest_files, write_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -160,15 +160,34 @@ def adapter_weights(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
             yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", whole(tensor)
 
 
-def write_adapter(path: str | Path, weights: dict[str, Tensor], config: Mapping[str, Any], base: str) -> None:
-    """Write a folder that peft loads; it appears complete or not at all."""
+def write_adapter(
+    path: str | Path,
+    weights: dict[str, Tensor],
+    config: Mapping[str, Any],
+    base: str,
+    more: Mapping[str, dict[str, Tensor]] | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a folder that peft loads; it appears complete or not at all.
+
+    Args:
+        path: The folder.
+        weights: Tensors of the adapter, by peft's names.
+        config: peft's description of it.
+        base: Folder of the model under it.
+        more: Tensors of further files, by the file's name.
+        fields: Of a manifest with the digest of every file; None: no manifest.
+    """
     from safetensors.torch import save_file
 
     def write(draft: Path) -> None:
-        with naming(draft / "adapter_model.safetensors"):
-            save_file({name: each.contiguous() for name, each in weights.items()}, draft / "adapter_model.safetensors")
+        for name, tensors in {"adapter_model.safetensors": weights, **(more or {})}.items():
+            with naming(draft / name):
+                save_file({key: each.contiguous() for key, each in tensors.items()}, draft / name)
         described = {**config, "base_model_name_or_path": base, "inference_mode": True}
         (draft / "adapter_config.json").write_text(json.dumps(described, indent=2, sort_keys=True))
+        if fields is not None:
+            write_manifest(draft / "manifest.json", fields, digest_files(draft))
 
     publish(path, write)
 

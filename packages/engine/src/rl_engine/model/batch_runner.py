@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_engine.base import is_token_local
+from rl_engine.batch.micro_batches import check_budget
 from rl_engine.batch.plan import (
+    ASKED,
     AUX_LOSS,
+    COLUMNS,
     BatchPlan,
     MicroBatchResults,
     add_up,
@@ -20,7 +23,7 @@ from rl_engine.batch.plan import (
     plan_batch,
     work_of,
 )
-from rl_engine.batch.row_batch import VISUAL, RowBatch
+from rl_engine.batch.row_batch import ADAPTER, VISUAL, RowBatch
 from rl_engine.errors import BatchError, ConfigError
 from rl_engine.layers.logprobs import HeadLoss
 from rl_engine.layers.moe import ExpertLoad, check_replay, counts_of_column
@@ -53,19 +56,10 @@ class BatchRunner:
         built = self._built
         config, world, scorer = built.config, built.world, built.scorer
 
-        def make(rows: TensorDict) -> RowBatch:
-            batch = RowBatch(
-                rows,
-                needs_mask=loss_function is not None,
-                device=world.device,
-                feeds_last=config.head == Head.REWARD,
-                shares_prefixes=scorer.shares_prefixes,
-            )
-            self._check_fit(batch)
-            return batch
-
-        budget = config.max_tokens_per_gpu * config.parallel.sp * config.parallel.cp
-        plan = plan_batch(world, built.replicas, data, make, budget, built.cost, work_of(loss_function, has_backward))
+        make = partial(self._read, needs_mask=loss_function is not None)
+        plan = plan_batch(
+            world, built.replicas, data, make, self._budget, built.cost, work_of(loss_function, has_backward)
+        )
         if scorer.multimodal is not None:
             scorer.multimodal.num_passes = max(world.exchange(scorer.multimodal.passes_for(plan.batch)))
             scorer.multimodal.place(plan.batch)
@@ -82,6 +76,34 @@ class BatchRunner:
         place = data.get("completion_token_ids").device
         columns = columns_of(world, plan, results, place, "logprobs" if config.head == Head.LM else "values")
         return EngineOutput(columns=columns, metrics=metrics, num_micro_batches=plan.num_micro_batches)
+
+    @property
+    def _budget(self) -> int:
+        """Tokens of a micro-batch."""
+        config = self._built.config
+        return config.max_tokens_per_gpu * config.parallel.sp * config.parallel.cp
+
+    def check(self, data: TensorDict) -> None:
+        """See `Engine.check_batch`."""
+        batch = self._read(data, needs_mask=True)
+        check_budget(batch.tokens(), batch.units(), self._budget)
+
+    def _read(self, rows: TensorDict, *, needs_mask: bool) -> RowBatch:
+        """Rows taken apart.
+
+        Raises:
+            BatchError: the model does not take them.
+        """
+        built, scorer = self._built, self._built.scorer
+        batch = RowBatch(
+            rows,
+            needs_mask=needs_mask,
+            device=built.world.device,
+            feeds_last=built.config.head == Head.REWARD,
+            shares_prefixes=scorer.shares_prefixes and ADAPTER not in rows.keys(),  # noqa: SIM118 - a TensorDict iterates rows
+        )
+        self._check_fit(batch)
+        return batch
 
     def _check_fit(self, batch: RowBatch) -> None:
         scorer = self._built.scorer
@@ -110,7 +132,8 @@ class BatchRunner:
             load: Load of the experts, where their auxiliary loss is wanted.
             counts: (L, E) float64, to which the load of this rank's experts is added.
         """
-        scorer, results = self._built.scorer, MicroBatchResults()
+        scorer = self._built.scorer
+        results = MicroBatchResults(fields=COLUMNS | ASKED if plan.batch.has(ADAPTER) else COLUMNS)
         for index in range(plan.num_micro_batches):
             packed, is_idle = plan.pack(index), plan.is_idle(index)
             routing = scorer.route(packed, None if is_idle else load, is_counting=counts is not None)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rl_engine.layers.logprobs import HeadLoss
     from rl_engine.layers.moe import ExpertLoad, Experts, Routing
     from rl_engine.layers.packed_attention import SequenceGroup
+    from rl_engine.layers.row_adapters import RowAdapters
     from rl_engine.types import EngineConfig, ModelOutput
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -49,6 +50,8 @@ class HuggingFaceScorer(Scorer):
         super().__init__(model)
         self.sequence_group: SequenceGroup | None = None
         self.routers = Routers(model)
+        self.adapters: RowAdapters | None = None
+        """Adapters of rows; None: no row has one."""
         self.is_packed = _can_pack(model)
         if self.is_packed:
             name = attention.register(is_compiled=is_compiled)
@@ -126,6 +129,7 @@ class HuggingFaceScorer(Scorer):
     def _feed(self, rows: PackedRows) -> tuple[PackedRows, dict[str, Any]]:
         """The model's keyword arguments, and `rows` with `scored` counting its flattened output."""
         if self.is_packed:
+            self._begin_adapters(rows, rows.lengths)
             layout = attention.row_layout(rows.lengths, rows.token_ids.device, shared=rows.shared)
             packed = {"input_ids": rows.token_ids[None], "position_ids": rows.position_ids[None]}
             arguments = {**packed, "use_cache": False, attention.LAYOUT_KWARG: layout}
@@ -133,11 +137,16 @@ class HuggingFaceScorer(Scorer):
                 arguments |= self.multimodal.arguments(rows)
             return rows, arguments
         slot, width = _padded_slots(rows)
+        self._begin_adapters(rows, [width] * len(rows.lengths))
         token_ids = rows.token_ids.new_zeros(len(rows.lengths) * width)
         mask = torch.zeros_like(token_ids)
         token_ids[slot], mask[slot] = rows.token_ids, 1
         padded = {"input_ids": token_ids.view(-1, width), "attention_mask": mask.view(-1, width)}
         return replace(rows, score_index=slot[rows.score_index]), {**padded, "use_cache": False}
+
+    def _begin_adapters(self, rows: PackedRows, lengths: Sequence[int]) -> None:
+        if self.adapters is not None:
+            self.adapters.begin(rows.adapters, lengths)
 
     def _feed_share(self, rows: PackedRows, sequence_group: SequenceGroup) -> tuple[PackedRows, dict[str, Any]]:
         """`_feed` of this rank's slice of the packed tokens."""

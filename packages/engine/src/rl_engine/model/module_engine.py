@@ -20,13 +20,14 @@ from rl_engine.checkpoint.sharded import CheckpointWriter, restore
 from rl_engine.distributed.world import World, expected_size, join_world
 from rl_engine.errors import ConfigError, EngineError
 from rl_engine.layers.peft_lora import adapter_layers
+from rl_engine.model.adapter_pool import AdapterPool
 from rl_engine.model.batch_runner import BatchRunner
 from rl_engine.model.device_memory import has_float8, has_gpu, idle_accelerator
 from rl_engine.model.export import TrainingState, WeightExport
 from rl_engine.model.placement import Placement
 from rl_engine.model.scorer import BuiltModel, Scorer
 from rl_engine.model.settings import settings_status
-from rl_engine.optimizer import StepOptimizer, learning_rate, module_optimizer
+from rl_engine.optimizer import StepOptimizer, apply_adam, learning_rate, module_optimizer
 from rl_engine.types import EngineConfig, EngineOutput, Fp8, ModelInit, OptimizerConfig, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_engine.base import LossFunction
+    from rl_engine.layers.row_adapters import RowAdapters
+    from rl_engine.types import AdamParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,14 @@ class ModuleBackend(ABC):
         """Context without the adapter; None if the model has none."""
         return None
 
+    def row_adapters(self, scorer: Scorer) -> RowAdapters:
+        """Layers of a frozen model that take each row's own adapter.
+
+        Raises:
+            ConfigError: the backend, the model or a setting does not allow it.
+        """
+        raise ConfigError("Adapters by name are trained by the fsdp backend alone; use that.")
+
     def leave(self, world: World) -> None:
         """Take down the process groups that were made here."""
         world.leave()
@@ -144,6 +155,7 @@ class ModuleEngine(Engine):
         self._parts: EngineParts | None = None
         self._writer: CheckpointWriter | None = None
         self._schedule_step = 0
+        self._has_adapters = False
 
     @property
     def parts(self) -> EngineParts:
@@ -261,6 +273,10 @@ class ModuleEngine(Engine):
         if (optimizer := self.parts.built.optimizer) is not None:
             optimizer.zero_grad()
 
+    def check_batch(self, data: TensorDict) -> None:
+        """See `Engine`."""
+        self.parts.runner.check(data)
+
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> EngineOutput:
@@ -268,14 +284,35 @@ class ModuleEngine(Engine):
         run = self.parts.runner.forward_backward
         if loss_function is None or forward_only:
             return run(data, loss_function, has_backward=False)
+        if self._has_adapters:
+            return self._with_adapters(data, loss_function)
         self._optimizer("run a backward pass (say forward_only=True)")
         if self._config.router_aux_loss_coef or self._config.trains_mtp:  # which every row has
             return run(data, loss_function, has_backward=True)
         return forward_backward(run, data, loss_function, self.parts.built.world)
 
-    def optimizer_step(self) -> float:
+    def named_adapters(self, *, max_resident: int, idle_folder: str | Path | None) -> AdapterPool:
+        """See `Engine`."""
+        if self._config.optimizer is not None or self._config.lora is not None:
+            name = "lora" if self._config.lora is not None else "optimizer"
+            raise ConfigError(f"Adapters by name are over a frozen model, and {name} is set; leave it out (None).")
+        rows = self._backend.row_adapters(self.parts.built.scorer)
+        self._has_adapters = True
+        return AdapterPool(self.parts.built, rows, max_resident=max_resident, idle_folder=idle_folder)
+
+    def _with_adapters(self, data: TensorDict, loss_function: LossFunction) -> EngineOutput:
+        scorer = self.parts.built.scorer
+        scorer.train()  # without which nothing is recomputed; there is no dropout
+        try:
+            return self.parts.runner.forward_backward(data, loss_function, has_backward=True)
+        finally:
+            scorer.eval()
+
+    def optimizer_step(self, adam: AdamParams | None = None) -> float:
         """Clip, then step."""
         optimizer, parts = self._optimizer("step"), self.parts
+        if adam is not None:
+            apply_adam(optimizer, adam)
         with parts.built.world.together():
             if not self._config.optimizer_offload:
                 return optimizer.clip_and_step()

@@ -49,7 +49,8 @@ class DistributedAdamW:
             layout: Where this rank stands.
             config: AdamW's numbers.
         """
-        self._config = config
+        self.max_norm = config.max_grad_norm
+        """Global gradient norm is clipped to this."""
         self.num_steps = 0.0
         """Steps taken so far."""
         named = {name: parameter for name, parameter in chunks.named_parameters() if parameter.requires_grad}
@@ -111,7 +112,7 @@ class DistributedAdamW:
                 norm = float(self._adam.get_grad_norm())
                 refuse_non_finite(norm)
                 for part in self._inner:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.max_grad_norm, norm)
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.max_norm, norm)
                 self._adam.step_with_ready_grads()
             self.num_steps += 1
         finally:

@@ -1,0 +1,375 @@
+import json
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl_engine import (
+    AdamParams,
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    EngineConfig,
+    LoraConfig,
+    NonFiniteError,
+    OptimizerConfig,
+    TrainingRow,
+    create_engine,
+    create_loss,
+    create_worker,
+)
+from rl_engine.losses import sft_loss
+from rl_engine.testing import write_tiny_model
+
+SCRIPT = Path(__file__).parents[1] / "support" / "adapter_ranks.py"
+_spec = spec_from_file_location("adapter_ranks", SCRIPT)
+ranks = module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+NAMES = tuple(ranks.LORAS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    write_tiny_model(tmp_path_factory.mktemp("adapters") / "model")
+    return tmp_path_factory.getbasetemp() / "adapters0"
+
+
+@pytest.fixture
+def worker(folder):
+    with ranks.build(folder) as built:
+        yield built
+
+
+def states(worker):
+    return {name: ranks.state(worker, name) for name in worker.adapters}
+
+
+def moved(worker):
+    """Adapters whose B is no longer 0, so that A has a gradient too."""
+    ranks.steps(worker, list)
+    return worker
+
+
+@pytest.mark.promise("An adapter's gradient in a mixed batch is that of its rows alone")
+def test_a_mixed_batch_gives_each_adapter_its_lone_gradient(worker):
+    moved(worker)
+    rows = ranks.mixed_rows(7)
+    found = worker.forward_backward_rows(rows, ranks.LOSSES)
+    mixed = {name: ranks.gradient(worker, name) for name in NAMES}
+    for name in NAMES:
+        worker.pool[name].drop_gradient()
+        own = [index for index, row in enumerate(rows) if row.adapter == name]
+        alone = worker.forward_backward_rows([rows[index] for index in own], {name: ranks.LOSSES[name]})
+        torch.testing.assert_close(ranks.gradient(worker, name), mixed[name], rtol=1e-9, atol=1e-12)
+        assert mixed[name].abs().max() > 1e-3
+        assert alone.metrics[name]["loss"] == pytest.approx(found.metrics[name]["loss"], rel=1e-9)
+        for index, logprobs in zip(own, alone.logprobs, strict=True):
+            torch.testing.assert_close(logprobs, found.logprobs[index])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
+def test_gradients_and_steps_are_those_of_a_plain_peft_loop(folder, worker, tmp_path):
+    worker.save_state(tmp_path / "ann", "ann")
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "ann", is_trainable=True, autocast_adapter_dtype=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    for seed in (1, 2, 3):
+        total = torch.zeros((), dtype=torch.float64)
+        for row in ranks.draw_rows(seed, "ann", 5):
+            logprobs = model(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
+            scored = logprobs.gather(1, torch.tensor(row.target_token_ids)[:, None])[:, 0]
+            total = total - (scored * torch.tensor(row.inputs["weights"])).sum()
+        total.backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained])
+        found = worker.forward_backward_rows(ranks.mixed_rows(seed), ranks.LOSSES)
+        assert found.metrics["ann"]["loss"] == pytest.approx(float(total.detach()), rel=1e-9)
+        assert worker.optim_step(ranks.ADAM["ann"], "ann").grad_norm == pytest.approx(float(norm), rel=1e-6)
+        adam.step()
+        adam.zero_grad()
+    ours = dict(worker.export_adapter("ann")[0])
+    theirs = peft.get_peft_model_state_dict(model)
+    assert {name.removeprefix("adapters.ann.") for name in ours} == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[f"adapters.ann.{name}"], tensor.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_an_adapter_begins_as_that_of_a_seeded_engine(folder, worker):
+    lora = LoraConfig(rank=4, alpha=8.0, export="adapter")
+    config = EngineConfig(model_path=str(folder / "model"), lora=lora, seed=5, precision="float64")
+    worker.add_adapter("new", lora, seed=5)
+    engine = create_engine("fsdp", config)
+    engine.initialize()
+    weights, described = engine.get_per_tensor_param()
+    found, ours = worker.export_adapter("new")
+    found = dict(found)
+    for name, tensor in weights:
+        torch.testing.assert_close(found.pop(f"adapters.new.{name}"), tensor.detach(), rtol=0, atol=0)
+    engine.close()
+    assert not found
+    assert ours == described
+
+
+@pytest.mark.promise("A NaN of one adapter touches no other's gradient or state")
+@pytest.mark.parametrize("kind", ["loss", "weights"])
+def test_a_nan_of_one_adapter_touches_no_other(worker, kind):
+    moved(worker)
+    rows = ranks.mixed_rows(8)
+    if kind == "weights":
+        worker.pool["bob"].flat["weights"][7] = float("inf")
+    else:
+        bad = next(row for row in rows if row.adapter == "bob")
+        bad.inputs["advantages"][0] = float("nan")
+    before = states(worker)
+    found = worker.forward_backward_rows(rows, ranks.LOSSES)
+    assert found.metrics["bob"]["loss"] != found.metrics["bob"]["loss"]
+    mixed = {name: ranks.gradient(worker, name) for name in NAMES}
+    for name in ("ann", "cy"):
+        worker.pool[name].drop_gradient()
+        worker.forward_backward_rows([row for row in rows if row.adapter == name], {name: ranks.LOSSES[name]})
+        torch.testing.assert_close(ranks.gradient(worker, name), mixed[name], rtol=1e-9, atol=1e-12)
+    with pytest.raises(NonFiniteError, match="gradient norm is"):
+        worker.optim_step(ranks.ADAM["bob"], "bob")
+    torch.testing.assert_close(states(worker), before, rtol=0, atol=0, equal_nan=True)
+    for name in ("ann", "cy"):
+        assert worker.optim_step(ranks.ADAM[name], name).step == 3
+        assert ranks.weights(worker, name).isfinite().all()
+
+
+@pytest.mark.promise("Idle adapters leave the device and come back bit for bit")
+def test_idle_adapters_are_on_disk_and_come_back_equal(folder, worker, tmp_path):
+    few = ranks.build(folder, max_resident=2, idle_folder=tmp_path)
+    for seed in (1, 2):
+        for name in NAMES:
+            rows = ranks.draw_rows(seed, name, 3)
+            for one in (few, worker):
+                one.forward_backward_rows(rows, ranks.LOSSES)  # the gradient waits, on disk too
+        for name in NAMES:
+            for one in (few, worker):
+                one.optim_step(ranks.ADAM[name], name)
+        assert len(few.pool.resident) == 2
+    assert not few.pool["ann"].flat
+    with pytest.raises(BatchError, match="The rows have 3 adapters and max_resident is 2"):
+        few.forward_backward_rows(ranks.mixed_rows(1), ranks.LOSSES)
+    for name in NAMES:
+        few.pool.open([name])
+        torch.testing.assert_close(ranks.state(few, name), ranks.state(worker, name), rtol=0, atol=0)
+    few.close()
+
+
+@pytest.mark.promise("Adapters are added and removed without touching others")
+def test_coming_and_going_disturbs_nobody(folder, worker):
+    base = {
+        name: (parameter.data_ptr(), parameter)
+        for name, parameter in worker.engine.parts.built.scorer.named_parameters()
+    }
+    undisturbed = ranks.build(folder)
+    for one in (worker, undisturbed):
+        one.forward_backward_rows(ranks.draw_rows(1, "ann", 3), ranks.LOSSES)
+    pointer = worker.pool["ann"].flat["weights"].data_ptr()
+    worker.add_adapter("dan", LoraConfig(rank=3))
+    row = TrainingRow(adapter="dan", token_ids=[1], target_token_ids=[2], inputs={"weights": [1.0]})
+    worker.forward_backward_rows([row], {"dan": create_loss("cross_entropy")})
+    worker.remove_adapter("dan")
+    worker.remove_adapter("cy")
+    for one in (worker, undisturbed):
+        one.forward_backward_rows(ranks.draw_rows(2, "ann", 3), ranks.LOSSES)
+        one.optim_step(ranks.ADAM["ann"], "ann")
+    torch.testing.assert_close(ranks.state(worker, "ann"), ranks.state(undisturbed, "ann"), rtol=0, atol=0)
+    assert worker.pool["ann"].flat["weights"].data_ptr() == pointer
+    assert base == {
+        name: (parameter.data_ptr(), parameter)
+        for name, parameter in worker.engine.parts.built.scorer.named_parameters()
+    }
+    assert [*worker.adapters] == ["ann", "bob"]
+    undisturbed.close()
+
+
+def test_a_saved_adapter_goes_on_as_if_nothing_had_happened(worker, tmp_path):
+    moved(worker)
+    worker.save_state(tmp_path / "full", "bob")
+    worker.save_state(tmp_path / "bare", "bob", optimizer=False)
+    kept = ranks.state(worker, "bob")
+    after = ranks.steps(worker, list, seeds=[3])
+    assert worker.load_state(tmp_path / "full", "bob") == 2
+    torch.testing.assert_close(ranks.state(worker, "bob"), kept, rtol=0, atol=0)
+    assert ranks.steps(worker, list, seeds=[3])[0]["bob"] == after[0]["bob"]
+    worker.add_adapter("eve", ranks.LORAS["bob"], seed=9)
+    assert worker.load_state(tmp_path / "bare", "eve", optimizer=False) == 0
+    torch.testing.assert_close(ranks.weights(worker, "eve"), kept["weights"], rtol=0, atol=0)
+    assert not ranks.state(worker, "eve")["exp_avg"].any()
+    before = states(worker)
+    with pytest.raises(CheckpointError, match="without the optimizer's state"):
+        worker.load_state(tmp_path / "bare", "bob")
+    with pytest.raises(CheckpointError, match="with r 2, and this one's is 4"):
+        worker.load_state(tmp_path / "full", "ann")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        worker.load_state(tmp_path / "none", "bob")
+    file = tmp_path / "full" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        worker.load_state(tmp_path / "full", "bob")
+    torch.testing.assert_close(states(worker), before, rtol=0, atol=0)
+
+
+def test_servers_names_and_peft_files_hold_the_same_tensors(worker, tmp_path):
+    moved(worker)
+    found, described = worker.export_adapter("cy")
+    worker.save_state(tmp_path / "cy", "cy", optimizer=False)
+    written = load_file(tmp_path / "cy" / "adapter_model.safetensors")
+    assert {f"adapters.cy.{name}" for name in written} == set(dict(found))
+    assert described["r"] == json.loads((tmp_path / "cy" / "adapter_config.json").read_text())["r"] == 8
+    assert all(name.startswith("base_model.model.model.layers.") for name in written)
+
+
+@pytest.mark.parametrize("changes", [{"activation_checkpointing": True}, {"max_tokens_per_gpu": 4096}])
+def test_recomputing_and_packing_change_no_gradient(folder, worker, changes):
+    other = ranks.build(folder, **changes)
+    for one in (worker, other):
+        moved(one).forward_backward_rows(ranks.mixed_rows(7), ranks.LOSSES)
+    for name in NAMES:
+        torch.testing.assert_close(ranks.gradient(other, name), ranks.gradient(worker, name), rtol=1e-6, atol=1e-9)
+    other.close()
+
+
+def test_activations_in_bfloat16_train_weights_in_float32(folder):
+    with ranks.build(folder, precision="bfloat16") as worker:
+        losses = [ranks.steps(worker, list, seeds=[1])[0]["ann"][0] for _ in range(8)]
+        assert worker.pool["ann"].flat["weights"].dtype == torch.float32
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_several_targets_of_a_token_are_weighed(folder, worker):
+    """Cross-entropy with soft targets, along with rows that have one target each."""
+    targets, weights = [[3, 4], [5, 6], [7, 8]], [[0.5, 0.5], [0.0, 0.0], [0.9, 0.1]]
+    wide = TrainingRow(adapter="ann", token_ids=[1, 2, 3], target_token_ids=targets, inputs={"weights": weights})
+    rows = [wide, *ranks.draw_rows(1, "bob", 2)]
+    found = worker.forward_rows(rows, ranks.LOSSES)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    with torch.no_grad():  # B is 0: the adapter adds nothing yet
+        logprobs = model(torch.tensor([[1, 2, 3]])).logits[0].log_softmax(-1).gather(1, torch.tensor(targets))
+    torch.testing.assert_close(found.logprobs[0].double(), logprobs, rtol=1e-5, atol=1e-6)
+    assert found.metrics["ann"]["loss"] == pytest.approx(-float((logprobs * torch.tensor(weights)).sum()), rel=1e-6)
+    worker.forward_backward_rows(rows, ranks.LOSSES)
+    assert worker.optim_step(ranks.ADAM["ann"], "ann").grad_norm > 0
+    assert worker.optim_step(ranks.ADAM["bob"], "bob").grad_norm > 0
+
+
+def test_a_mean_is_over_the_adapters_own_tokens(worker):
+    rows = [
+        replace(row, inputs={}) for name, count in (("ann", 3), ("bob", 4)) for row in ranks.draw_rows(1, name, count)
+    ]
+    mixed = worker.forward_rows(rows, {"ann": sft_loss, "bob": sft_loss}).metrics
+    for name in ("ann", "bob"):
+        alone = worker.forward_rows([row for row in rows if row.adapter == name], {name: sft_loss}).metrics
+        assert alone[name] == pytest.approx(mixed[name], rel=1e-9)
+
+
+def test_rows_without_an_adapter_are_the_base_models(folder, worker):
+    moved(worker)
+    rows = [TrainingRow(adapter=adapter, token_ids=[1, 2], target_token_ids=[2, 3]) for adapter in (None, "ann")]
+    found = worker.forward_rows(rows).logprobs
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    with torch.no_grad():
+        plain = model(torch.tensor([[1, 2]])).logits[0].log_softmax(-1).gather(1, torch.tensor([[2], [3]]))[:, 0]
+    torch.testing.assert_close(found[0].double(), plain, rtol=1e-5, atol=1e-6)
+    assert (found[1] - found[0]).abs().max() > 1e-3
+    with pytest.raises(BatchError, match="A row has no adapter, and the base model is frozen"):
+        worker.forward_backward_rows(rows[:1], {None: sft_loss})
+
+
+def test_one_tenant_trains_the_model_itself(folder):
+    """The adapter None: AdamW's numbers by step, as of an engine that is configured so."""
+    rows = [TrainingRow(token_ids=[1, 2, 3], target_token_ids=[2, 3, 4], inputs={"weights": [1.0, 0.0, 1.0]})]
+    adam = AdamParams(lr=1e-3, beta2=0.99, eps=1e-9, weight_decay=0.1, grad_clip_norm=0.5)
+    optimizer = OptimizerConfig(lr=1e-3, betas=(0.9, 0.99), eps=1e-9, weight_decay=0.1, max_grad_norm=0.5)
+    scores = []
+    for settings, given in ((OptimizerConfig(), adam), (optimizer, None)):
+        config = EngineConfig(model_path=str(folder / "model"), precision="float64", optimizer=settings)
+        with create_worker(config) as worker:
+            for _ in range(2):
+                worker.forward_backward_rows(rows, {None: create_loss("cross_entropy")})
+                outcome = worker.optim_step(given)
+            assert (outcome.step, outcome.lr) == (2, 1e-3)
+            scores.append(worker.forward_rows(rows).logprobs[0])
+            with pytest.raises(ConfigError, match="Adapters by name are over a frozen model, and optimizer is set"):
+                worker.add_adapter("ann", LoraConfig())
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"adapter": "dan"}, "Row 1 is for adapter 'dan'; there are: ann, bob, cy"),
+        ({"token_ids": [1, 999]}, "prompt_token_ids|completion_token_ids holds token id 999"),
+        ({"target_token_ids": [1]}, "Row 1 has 2 tokens and 1 entries of target_token_ids"),
+        ({"target_token_ids": [1, -2]}, "target_token_ids holds token id -2"),
+        ({"inputs": {"weights": [1.0]}}, "Row 1 has 2 tokens and 1 entries of weights"),
+        ({"inputs": {}}, "Rows of adapter 'ann' have the columns weights, and others of it"),
+        ({"token_ids": [], "target_token_ids": []}, "Row 1 has no token"),
+        ({"token_ids": [1] * 65, "target_token_ids": [1] * 65, "inputs": {"weights": [1.0] * 65}}, "66"),
+        ({"inputs": {"loss_mask": [1.0, 1.0]}}, "loss_mask"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_refused_before_anything_runs(worker, change, told):
+    worker.forward_backward_rows(ranks.mixed_rows(1), ranks.LOSSES)
+    before = {name: ranks.gradient(worker, name) for name in NAMES}
+    good = {"adapter": "ann", "token_ids": [1, 2], "target_token_ids": [2, 3], "inputs": {"weights": [1.0, 1.0]}}
+    rows = [TrainingRow(**good), TrainingRow(**(good | change))]
+    for refuse in (worker.check_rows, worker.forward_backward_rows):
+        with pytest.raises(BatchError, match=told):
+            refuse(rows, ranks.LOSSES)
+    with pytest.raises(BatchError, match="has no loss in this pass"):
+        worker.forward_backward_rows(rows[:1], {"bob": ranks.LOSSES["bob"]})
+    torch.testing.assert_close({name: ranks.gradient(worker, name) for name in NAMES}, before, rtol=0, atol=0)
+
+
+def test_settings_that_rows_with_adapters_do_not_allow(folder, worker):
+    for changes, told in (
+        ({"dropout": True}, "dropout is true"),
+        ({"lora": LoraConfig(), "optimizer": OptimizerConfig()}, "and lora is set"),
+        ({"head": "value"}, "head is value"),
+    ):
+        options = {"optimizer": None, "model_path": str(folder / "model")} | changes
+        with create_worker(EngineConfig(**options)) as other, pytest.raises(ConfigError, match=told):
+            other.add_adapter("ann", LoraConfig())
+    for name, lora, told in (
+        ("ann", LoraConfig(), "There is an adapter 'ann' already"),
+        ("a.b", LoraConfig(), "An adapter cannot be named 'a.b'"),
+        ("dan", LoraConfig(dropout=0.1), "adapters that share a batch have none"),
+        ("dan", LoraConfig(target_modules=("nothing",)), "lora.target_modules"),
+        ("dan", LoraConfig(target_modules=("lm_head",)), "lm_head"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            worker.add_adapter(name, lora)
+    for call in (worker.remove_adapter, worker.export_adapter, lambda name: worker.optim_step(AdamParams(), name)):
+        with pytest.raises(ConfigError, match="There is no adapter 'dan'; there are: ann, bob, cy"):
+            call("dan")
+
+
+def run_ranks(start_ranks, folder, size):
+    write_tiny_model(folder / "model")
+    with ranks.build(folder) as alone:
+        found = {"steps": ranks.steps(alone, list), "states": states(alone)}
+        alone.forward_backward_rows(ranks.draw_rows(3, "bob", 1), ranks.LOSSES)
+        found["alone"] = alone.optim_step(ranks.ADAM["bob"], "bob").grad_norm
+    return {"one": found} | start_ranks(SCRIPT, folder, size)
+
+
+def test_two_ranks_step_as_one_does(two):
+    for found, wanted in zip(two["steps"], two["one"]["steps"], strict=True):
+        for name in NAMES:
+            assert found[name] == pytest.approx(wanted[name], rel=1e-9)
+    torch.testing.assert_close(two["states"], two["one"]["states"], rtol=1e-6, atol=1e-9)
+    assert two["alone"] == pytest.approx(two["one"]["alone"], rel=1e-6)
+
+
+def test_ranks_refuse_and_fail_together(two):
+    assert two["refused"].startswith("Rank 1 refused its rows: Row 0 is for adapter 'dan'")
+    assert "nan" in two["not finite"]
+    assert two["after"] > 0
