@@ -261,11 +261,13 @@ class TrainingWorker:
     def export_adapter(self, name: str) -> tuple[Iterator[tuple[str, Tensor]], PeftConfig]:
         """Stream an adapter's tensors as servers take them (`adapters.NAME.` + peft's name), with its description.
 
+        `adapters.NAME.scaling` comes first: a server that does not know the adapter adds it.
+
         Raises:
             ConfigError: no such adapter.
         """
-        described, tensors = self.pool[name].peft, self.pool.named_tensors(name)
-        return ((f"adapters.{name}.{key}", tensor) for key, tensor in tensors.items()), described
+        tensors = {"scaling": torch.tensor(self.pool[name].scaling), **self.pool.named_tensors(name)}
+        return ((f"adapters.{name}.{key}", tensor) for key, tensor in tensors.items()), self.pool[name].peft
 
     def _run(
         self, rows: Sequence[TrainingRow], losses: Mapping[str | None, LossFunction] | None, *, has_backward: bool

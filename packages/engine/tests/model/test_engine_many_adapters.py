@@ -35,8 +35,7 @@ NAMES = tuple(ranks.LORAS)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    write_tiny_model(tmp_path_factory.mktemp("adapters") / "model")
-    return tmp_path_factory.getbasetemp() / "adapters0"
+    return write_tiny_model(tmp_path_factory.mktemp("adapters") / "model").parent
 
 
 @pytest.fixture
@@ -93,6 +92,7 @@ def test_gradients_and_steps_are_those_of_a_plain_peft_loop(folder, worker, tmp_
         adam.step()
         adam.zero_grad()
     ours = dict(worker.export_adapter("ann")[0])
+    assert float(ours.pop("adapters.ann.scaling")) == 2.0
     theirs = peft.get_peft_model_state_dict(model)
     assert {name.removeprefix("adapters.ann.") for name in ours} == theirs.keys()
     for name, tensor in theirs.items():
@@ -108,6 +108,7 @@ def test_an_adapter_begins_as_that_of_a_seeded_engine(folder, worker):
     weights, described = engine.get_per_tensor_param()
     found, ours = worker.export_adapter("new")
     found = dict(found)
+    del found["adapters.new.scaling"]
     for name, tensor in weights:
         torch.testing.assert_close(found.pop(f"adapters.new.{name}"), tensor.detach(), rtol=0, atol=0)
     engine.close()
@@ -222,7 +223,7 @@ def test_servers_names_and_peft_files_hold_the_same_tensors(worker, tmp_path):
     found, described = worker.export_adapter("cy")
     worker.save_state(tmp_path / "cy", "cy", optimizer=False)
     written = load_file(tmp_path / "cy" / "adapter_model.safetensors")
-    assert {f"adapters.cy.{name}" for name in written} == set(dict(found))
+    assert {"adapters.cy.scaling", *(f"adapters.cy.{name}" for name in written)} == set(dict(found))
     assert described["r"] == json.loads((tmp_path / "cy" / "adapter_config.json").read_text())["r"] == 8
     assert all(name.startswith("base_model.model.model.layers.") for name in written)
 

@@ -41,8 +41,10 @@ class Adapter:
     """Settings."""
     peft: PeftConfig
     """Settings, as peft describes them."""
-    shapes: dict[str, tuple[torch.Size, torch.Size, float]]
-    """Shapes of A and B, and the scaling, by layer; in this order they are in the flat tensors."""
+    scaling: float
+    """Factor of B @ A."""
+    shapes: dict[str, tuple[torch.Size, torch.Size]]
+    """Shapes of A and B by layer; in this order they are in the flat tensors."""
     flat: dict[str, Tensor]
     """`weights`, `exp_avg`, `exp_avg_sq`, and `grad` while there is a gradient, (numbers,) each; empty on disk."""
     layers: dict[str, LowRank] = field(default_factory=dict[str, LowRank])
@@ -53,7 +55,7 @@ class Adapter:
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Parts of a flat tensor, as `LAYER.lora_A` and `LAYER.lora_B`."""
         start = 0
-        for layer, (a, b, _) in self.shapes.items():
+        for layer, (a, b) in self.shapes.items():
             for part, shape in (("A", a), ("B", b)):
                 yield f"{layer}.lora_{part}", flat[start : start + shape.numel()].view(shape)
                 start += shape.numel()
@@ -63,8 +65,7 @@ class Adapter:
         self.flat = {name: tensor.to(device) for name, tensor in self.flat.items()}
         parts = {name: nn.Parameter(view) for name, view in self.views(self.flat["weights"])}
         self.layers = {
-            layer: LowRank(parts[f"{layer}.lora_A"], parts[f"{layer}.lora_B"], scaling)
-            for layer, (_, _, scaling) in self.shapes.items()
+            layer: LowRank(parts[f"{layer}.lora_A"], parts[f"{layer}.lora_B"], self.scaling) for layer in self.shapes
         }
         if "grad" in self.flat:
             self.collect()
@@ -131,8 +132,13 @@ class AdapterPool:
         self._rows.check(layers)
         weights = torch.cat([part.detach().flatten() for low in layers.values() for part in (low.a, low.b)])
         moments = {key: torch.zeros_like(weights) for key in _MOMENTS}
-        shapes = {layer: (low.a.shape, low.b.shape, low.scaling) for layer, low in layers.items()}
-        self._known[name] = Adapter(lora=lora, peft=peft, shapes=shapes, flat={"weights": weights, **moments})
+        self._known[name] = Adapter(
+            lora=lora,
+            peft=peft,
+            scaling=next(iter(layers.values())).scaling,
+            shapes={layer: (low.a.shape, low.b.shape) for layer, low in layers.items()},
+            flat={"weights": weights, **moments},
+        )
         self._rows.attach(layers)
         self.open([name])
         return peft

@@ -17,6 +17,7 @@ from rl_rollout import (
     ServerConfig,
     WeightUpdateError,
     create_server,
+    launch_server,
 )
 from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.model.linear import ActiveAdapters, LowRank, ServedLinear, can_pack
@@ -46,9 +47,9 @@ def alone(folder):
     return dict(engine.take_events())["r"]
 
 
-def serve(folder, adapters, scenario):
+def serve(folder, adapters, scenario, **more):
     async def life():
-        options = {"adapters": {name: path for name, (path, _) in adapters.items()}}
+        options = {"adapters": {name: path for name, (path, _) in adapters.items()}} | more
         server = create_server("embedded", ServerConfig(model_path=str(folder), num_threads=1, options=options))
         await server.start()
         try:
@@ -116,6 +117,122 @@ def test_an_update_replaces_an_adapter_and_nothing_else(qwen3_folder, adapters):
     assert new.token_ids == want.token_ids
     assert new.logprobs == pytest.approx(want.logprobs, abs=1e-4)
     assert new.weight_versions == (2,) * 16
+
+
+def brought(adapters, name, served, factor=1.0):
+    """An update that brings the adapter of a folder under another name."""
+    from safetensors.torch import load_file
+
+    config = json.loads(Path(adapters[name][0], "adapter_config.json").read_text())
+    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    tensors = load_file(f"{adapters[name][0]}/adapter_model.safetensors")
+    named = {f"adapters.{served}.{key}": tensor * factor for key, tensor in tensors.items()}
+    return {f"adapters.{served}.scaling": torch.tensor(scaling), **named}
+
+
+@pytest.mark.process
+def test_a_new_adapter_arrives_by_a_transaction_of_rl_ckpt(qwen3_folder, adapters, new_trainer):
+    update = {name: tensor.contiguous() for name, tensor in brought(adapters, "one", "new").items()}
+
+    async def life():
+        config = ServerConfig(model_path=str(qwen3_folder), num_threads=1, options={"max_adapters": 1})
+        server, trainer = launch_server("embedded", config), new_trainer(timeout_s=60)
+        await server.start()
+        try:
+            with pytest.raises(WeightUpdateError, match="did not arrive"):
+                await trainer.update_server(server, dict(list(update.items())[:-1]), 1)
+            await trainer.update_server(server, update, 2)
+            return await server.generate(asked("r", "new"))
+        finally:
+            await trainer.close()
+            await server.stop()
+
+    output = asyncio.run(life())
+    assert output.token_ids == alone(adapters["one"][1]).token_ids
+    assert output.weight_versions == (2,) * 16
+
+
+def removing(name):
+    return {f"adapters.{name}.removed": torch.ones(1)}
+
+
+@pytest.mark.promise("Adapters come and go by weight updates, each with its own version")
+def test_adapters_come_and_go_while_the_server_runs(qwen3_folder, adapters):
+    async def scenario(server):
+        with pytest.raises(RequestError, match="there is no adapter 'new'; loaded are: "):
+            await server.generate(asked("early", "new"))
+        await server.update_weights(FakeReceiver(brought(adapters, "one", "new")), 3)
+        await server.update_weights(FakeReceiver(brought(adapters, "two", "more")), 4)
+        found = await asyncio.gather(*(server.generate(asked(f"{name}", name)) for name in ("new", "more", None)))
+        await server.update_weights(FakeReceiver(removing("new")), 5)
+        with pytest.raises(RequestError, match="there is no adapter 'new'; loaded are: more"):
+            await server.generate(asked("late", "new"))
+        await server.update_weights(FakeReceiver(brought(adapters, "one", "third")), 6)
+        after = await asyncio.gather(*(server.generate(asked(f"{name} again", name)) for name in ("third", "more")))
+        await server.update_weights(FakeReceiver(load_weights(qwen3_folder)), 7)
+        last = await server.generate(asked("last", "more"))
+        return *found, *after, last, server.status()["weight_version"]
+
+    *outputs, version = serve(qwen3_folder, {}, scenario, max_adapters=2)
+    one, two, base = (alone(folder) for folder in (adapters["one"][1], adapters["two"][1], qwen3_folder))
+    for output, want, number in zip(outputs, (one, two, base, one, two, two), (3, 4, 0, 6, 4, 7), strict=True):
+        assert output.token_ids == want.token_ids
+        assert output.weight_versions == (number,) * 16
+    assert version == 7
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (
+            lambda update: update,
+            "there is no adapter 'new', and there would be 2 with it; loaded are: one, and at most 1",
+        ),
+        (lambda update: update | removing("one"), "no adapters.new.scaling arrived"),
+        (lambda update: removing("two"), "there is no adapter 'two' to remove; loaded are: one"),
+        (
+            lambda update: update | {"adapters.new.base_model.model.x.lora_A.weight": torch.ones(2, 2)},
+            "belongs to no linear",
+        ),
+    ],
+)
+def test_a_change_of_adapters_that_is_refused_changes_nothing(qwen3_folder, adapters, spoil, told):
+    update = brought(adapters, "two", "new")
+    if "scaling" in told:
+        del update["adapters.new.scaling"]
+
+    async def scenario(server):
+        before = await server.generate(asked("before", "one"))
+        with pytest.raises(WeightUpdateError, match=told):
+            await server.update_weights(FakeReceiver(spoil(update)), 1)
+        after = await server.generate(asked("after", "one"))
+        assert (after.token_ids, after.weight_versions) == (before.token_ids, before.weight_versions)
+
+    serve(qwen3_folder, {"one": adapters["one"]}, scenario)
+
+
+def test_requests_of_a_removed_adapter_end_and_others_go_on(qwen3_folder, adapters):
+    """By the engine itself, step by step: two rows are under way, one is changed, and a third is in its cache."""
+    folders = {name: path for name, (path, _) in adapters.items()}
+    config = ServerConfig(model_path=str(qwen3_folder), options={"adapters": folders})
+    engine = Engine(load_model(config), config)
+    engine.submit([(asked(name, adapter), 0) for name, adapter in (("a", "one"), ("b", "two"), ("c", None))])
+    for _ in range(4):
+        engine.step()
+    num_computed = engine.scheduler.num_prompt_tokens
+    for name, tensor in removing("one").items():
+        engine.model.adapters.stage(name, tensor)
+    engine.set_adapters(1, engine.model.adapters.swap(1, has_base=False))
+    engine.submit([(asked("d", "one"), 0)])
+    while engine.can_step:
+        engine.step()
+    ended = dict(engine.take_events())
+    for name in "ad":
+        with pytest.raises(RequestError, match=f"request '{name}': adapter 'one' was removed; loaded are: two"):
+            raise ended[name]
+    assert ended["b"].token_ids == alone(adapters["two"][1]).token_ids
+    assert ended["c"].token_ids == alone(qwen3_folder).token_ids
+    assert engine.scheduler.num_prompt_tokens == num_computed  # nobody else is computed again
 
 
 @pytest.mark.parametrize(

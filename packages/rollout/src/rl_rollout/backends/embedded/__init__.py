@@ -34,6 +34,7 @@ OPTIONS = {
     "chunk_tokens": "prompt tokens computed per step, so that a long prompt does not delay others; 512, on a GPU 4096",
     "tool_parser": "how the model writes tool calls, for /v1/chat/completions: hermes, llama, ...",
     "adapters": "LoRA adapters that requests may ask for: name to folder in peft's format",
+    "max_adapters": "adapters at once, those that weight updates add included; as many as `adapters` has",
     "default_adapter": "the adapter of requests that ask for none",
 }
 
@@ -58,6 +59,8 @@ def check_embedded_options(options: Mapping[str, Any]) -> None:
             find_plugin(TOOL_PARSERS, value, "tool parser")
         elif not isinstance(value, int) or value < 1:
             raise ConfigError(f"option {name}={value!r} must be a whole number, at least 1")
+    if (most := options.get("max_adapters")) is not None and most < (num := len(options.get("adapters", ()))):
+        raise ConfigError(f"option max_adapters={most} is less than the {num} adapters that are given")
 
 
 def create_server(config: ServerConfig) -> RolloutServer:

@@ -31,7 +31,7 @@ from rl_rollout.errors import RequestError, RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -104,6 +104,8 @@ class Engine:
         self.is_frozen = False
         self.is_asleep = False
         self.has_weights = True
+        self.weight_version = 0
+        """Version of the last update."""
         self.is_paused = False
         """Whether new requests are held."""
         self._num_unseeded = self._num_arrived = self._num_updates = 0
@@ -115,11 +117,6 @@ class Engine:
         self._events: list[tuple[str, Event]] = []
 
     # ---- state
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that serve."""
-        return self.steps.weight_version
 
     @property
     def num_running(self) -> int:
@@ -164,6 +161,9 @@ class Engine:
             matchers: Matchers by request id, of the outputs that are structured.
         """
         for request, told_every in requests:
+            if (adapter := request.adapter) is not None and adapter not in self.model.adapters.names:
+                self._events.append((request.request_id, self._gone(request)))
+                continue
             prompt_len = len(request.prompt_token_ids)
             limit = min(prompt_len + request.sampling_params.max_new_tokens, self.model.max_model_len)
             room = self._max_blocks * self.cache.block_size
@@ -192,7 +192,8 @@ class Engine:
 
     def _root_of(self, request: GenerateRequest, seen: ImagePrompt | None) -> Hashable:
         # The number of updates, not the version: callers may repeat versions, and old content must never be found.
-        return self._num_updates, request.adapter, request.images, () if seen is None else seen.sampled_places
+        adapter = request.adapter, self.model.adapters.installation(request.adapter)
+        return self._num_updates, adapter, request.images, () if seen is None else seen.sampled_places
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str] | None = None, *, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -240,7 +241,7 @@ class Engine:
             version: Weight version of the tokens from now on.
             has_moved: Whether the weights' addresses changed, so that CUDA graphs have to be captured anew.
         """
-        self.steps.weight_version = version
+        self.weight_version = self.steps.weight_version = version
         self.has_weights = True
         self._num_updates += 1
         if self.steps.graphs is not None and has_moved:
@@ -250,6 +251,31 @@ class Engine:
             if sequence.row < 0 or self.table.length_of(sequence.row) == len(sequence.prompt):
                 sequence.extras.forget_prompt()
         self._forget_cache()
+
+    @torch.inference_mode()
+    def set_adapters(self, version: int, changed: Collection[str]) -> None:
+        """Note an update of adapters alone: their sequences are recomputed, or end if the adapter is gone."""
+        self.weight_version = version
+        for sequence in [each for each in self._by_id.values() if each.request.adapter in changed]:
+            if sequence.request.adapter in self.model.adapters.names:
+                sequence.root = self._root_of(sequence.request, sequence.seen)
+                if sequence.row >= 0:
+                    self.scheduler.drop_blocks(sequence)
+                if sequence.row < 0 or self.table.length_of(sequence.row) == len(sequence.prompt):
+                    sequence.extras.forget_prompt()
+                continue
+            self.scheduler.waiting.pop(sequence, None)
+            self._held.pop(sequence, None)
+            if sequence.row >= 0:
+                self.scheduler.drop_blocks(sequence)
+                self.scheduler.remove({sequence.row})
+            self._end(sequence, self._gone(sequence.request))
+
+    def _gone(self, request: GenerateRequest) -> RequestError:
+        names = ", ".join(self.model.adapters.names) or "none"
+        return RequestError(
+            f"request {request.request_id!r}: adapter {request.adapter!r} was removed; loaded are: {names}"
+        )
 
     def drop_cache(self) -> None:
         """Free the cache's memory. The next steps recompute the sequences in flight."""
@@ -338,7 +364,7 @@ class Engine:
         if native is None or not plan.steps:
             drawn = self.steps.run(plan)
         else:
-            drawn = plan.rows, generate(native, self.cache, self.table, plan, self.weight_version, interrupt)
+            drawn = plan.rows, generate(native, self.cache, self.table, plan, self.steps.weight_version, interrupt)
         if drawn is not None:
             self._settle(*drawn)
 
@@ -354,8 +380,8 @@ class Engine:
         stops = [sequence.stops(self.model.eos_token_ids) for sequence in admitted]
         longest = max(len(sequence.prompt) for sequence in admitted)
         self.table.reserve(len(self.scheduler.running), longest + 1, max(len(each) for each in stops))
-        names = (None, *self.model.adapters.names)
-        values = [s.row_values(ids, names.index(s.request.adapter)) for s, ids in zip(admitted, stops, strict=True)]
+        slots = [self.model.adapters.slot(sequence.request.adapter) for sequence in admitted]
+        values = [s.row_values(ids, slot) for s, ids, slot in zip(admitted, stops, slots, strict=True)]
         self.table.add(first, values)
 
     def _settle(self, drawn: np.ndarray, told: Drawn) -> None:

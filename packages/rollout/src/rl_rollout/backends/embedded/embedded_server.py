@@ -86,7 +86,7 @@ class EmbeddedServer(RolloutServer):
         self.model = self.engine.model
         self._capabilities = Capabilities(
             gives_routed_experts=self.model.experts.does_tell,
-            has_adapters=bool(self.model.adapters.names),
+            has_adapters=bool(self.model.adapters.max_adapters),
             takes_images=self.model.image_reader is not None,
             takes_slices=True,
             updates_adapters=True,

@@ -52,7 +52,7 @@ class StepRunner:
         self.graphs: DecodeGraphs | None = None
         """CUDA graphs of decode steps; None on a CPU, and for models with experts."""
         self.weight_version = 0
-        """Version of the tokens that are sampled."""
+        """Version of the tokens that are sampled without an adapter."""
 
     def run(self, plan: Plan) -> tuple[np.ndarray, Drawn] | None:
         """Run the model over the planned tokens, and sample the sequences that get one.
@@ -165,7 +165,9 @@ class StepRunner:
             logprobs[its] = torch.where(logprobs[its].isfinite(), of_model, logprobs[its])
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs
-        table.versions[rows, lengths] = self.weight_version
+        has_adapters = bool(self._special.adapted)
+        version = self._model.adapters.versions[table.adapters[which]] if has_adapters else self.weight_version
+        table.versions[rows, lengths] = version
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
         told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step

@@ -80,11 +80,16 @@ class WeightUpdates:
     def install(self, engine: Engine, version: int) -> None:
         """Swap in the version that was staged."""
         has_moved = False
+        adapters = self._model.adapters
+        has_base = self._weights.has_arrived or not adapters.has_staged
         if self._weights.has_arrived:
             has_moved = self._weights.swap(keeps_staged=self._keeps_staged)
             self._model.note_new_weights()
-        self._model.adapters.swap()
-        engine.set_version(version, has_moved=has_moved)
+        changed = adapters.swap(version, has_base=has_base)
+        if has_base:
+            engine.set_version(version, has_moved=has_moved)
+        else:
+            engine.set_adapters(version, changed)
 
     def fall_asleep(self, engine: Engine, level: int) -> None:
         """Free the cache, and at level 2 the weights."""

@@ -205,9 +205,10 @@ def load_model(config: ServerConfig) -> ServedModel:
     max_model_len = min(config.max_model_len, model_limit)
     check_positions(text_config, max_model_len)
     can_be_packed, adapters = can_pack(device, dtype), config.options.get("adapters", {})
-    fused = None if adapters else fuse(module, max_model_len, probe)
+    max_adapters = config.options.get("max_adapters", len(adapters))
+    fused = None if max_adapters else fuse(module, max_model_len, probe)
     on_cuda = None
-    if memory is not None and is_known(module) and not adapters and can_decode(module, probe.shapes):
+    if memory is not None and is_known(module) and not max_adapters and can_decode(module, probe.shapes):
         decoder = CudaDecoder(module, max_model_len, probe.settings, memory)
         on_cuda = decoder if agrees(module, decoder, probe) else None
     active = ActiveAdapters()
@@ -223,7 +224,7 @@ def load_model(config: ServerConfig) -> ServedModel:
         experts=experts,
         linears=linears,
         active_adapters=active,
-        adapters=AdapterStore(_adaptable(linears), adapters),
+        adapters=AdapterStore(_adaptable(linears), adapters, max_adapters),
         image_reader=load_image_reader(module, config.model_path),
         fused=fused,
         on_cuda=on_cuda,
@@ -356,8 +357,8 @@ class BatchBuilder:
         wanted = {sequence.request.adapter for sequence in sequences}
         chosen = self._table.adapters[rows] if wanted else rows
         model.active_adapters.tokens = {
-            name: (chosen == index).nonzero()[:, 0]
-            for index, name in enumerate(model.adapters.names, start=1)
+            name: (chosen == model.adapters.slot(name)).nonzero()[:, 0]
+            for name in model.adapters.names
             if name in wanted
         }
 
