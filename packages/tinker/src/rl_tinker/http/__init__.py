@@ -1,0 +1,1 @@
+"""HTTP server of the API, and the page that shows its work."""

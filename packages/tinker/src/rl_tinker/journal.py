@@ -1,0 +1,208 @@
+"""Journal: records of sessions, models, samplers and checkpoints, and the operations of every model, in SQLite.
+
+Each write is one transaction that is on disk (WAL, `synchronous=FULL`) before it returns; writes that arrive together
+share one. Everything that the server acknowledges was written here first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from rl_tinker.errors import JournalError
+from rl_tinker.types import Checkpoint, Kind, Model, Operation, Sampler, Session, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+Record = Session | Model | Sampler | Checkpoint
+R = TypeVar("R", Session, Model, Sampler, Checkpoint)
+Statement = tuple[str, tuple[Any, ...]]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (kind TEXT, id TEXT, body BLOB, PRIMARY KEY (kind, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS operations (
+  id TEXT PRIMARY KEY, model TEXT, tenant TEXT, seq INTEGER, kind TEXT, body BLOB, created REAL, status TEXT,
+  result BLOB, content_type TEXT, finished REAL, tokens INTEGER, attempts INTEGER
+);
+CREATE INDEX IF NOT EXISTS by_model ON operations (model, seq);
+CREATE TABLE IF NOT EXISTS curves (model TEXT, step INTEGER, time REAL, loss REAL, tokens INTEGER);
+CREATE INDEX IF NOT EXISTS curve_of ON curves (model, step);
+"""
+_COLUMNS = tuple(Operation.__struct_fields__)
+_INSERT = f"INSERT OR IGNORE INTO operations ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_CLOSE_TIMEOUT_S = 30.0
+
+
+def put(record: Record) -> Statement:
+    """Statement that inserts or replaces a record."""
+    name = record.path if isinstance(record, Checkpoint) else record.id
+    return "INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (type(record).__name__, name, msgspec.json.encode(record))
+
+
+def delete(record: Record) -> Statement:
+    """Statement that deletes a record."""
+    name = record.path if isinstance(record, Checkpoint) else record.id
+    return "DELETE FROM records WHERE kind = ? AND id = ?", (type(record).__name__, name)
+
+
+def accept(operation: Operation) -> Statement:
+    """Statement that inserts an operation, unless it is there."""
+    return _INSERT, tuple(getattr(operation, name) for name in _COLUMNS)
+
+
+def finish(operation: Operation) -> Statement:
+    """Statement that stores the outcome of an operation."""
+    return (
+        "UPDATE operations SET status = ?, result = ?, content_type = ?, finished = ?, body = ? WHERE id = ?",
+        (
+            operation.status,
+            operation.result,
+            operation.content_type,
+            operation.finished,
+            operation.body,
+            operation.id,
+        ),
+    )
+
+
+def forget_bodies(model: str, before: int) -> Statement:
+    """Statement that drops the bodies of finished operations that a restored model does not need again."""
+    return (
+        "UPDATE operations SET body = x'' WHERE model = ? AND seq < ? AND status != ?",
+        (model, before, Status.PENDING),
+    )
+
+
+def forget_operation(operation: Operation) -> Statement:
+    """Statement that deletes an operation with its result."""
+    return "DELETE FROM operations WHERE id = ?", (operation.id,)
+
+
+def add_point(model: str, step: int, time: float, loss: float, tokens: int) -> Statement:
+    """Statement that adds a point to the loss curve of a model."""
+    return "INSERT INTO curves VALUES (?, ?, ?, ?, ?)", (model, step, time, loss, tokens)
+
+
+class Journal:
+    """Journal of one server, which has a thread for the database.
+
+    Args:
+        path: File of the database.
+
+    Raises:
+        JournalError: it cannot be opened, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._jobs: queue.SimpleQueue[tuple[Sequence[Statement], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        try:
+            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path} cannot be opened as a journal: {error}; is it a file of rl-tinker?") from error
+        self._lock = threading.Lock()
+        """Held by a transaction, and by a read."""
+        self._thread = threading.Thread(target=self._run, name="rl-tinker-journal", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what is queued, and close the database. Idempotent."""
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._database.close()
+
+    async def write(self, *statements: Statement) -> None:
+        """Run statements in one transaction; returns when it is on disk.
+
+        Raises:
+            JournalError: nothing of it was written.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._jobs.put((statements, future))
+        await future
+
+    def records(self, kind: type[R]) -> dict[str, R]:
+        """All records of a kind, by id."""
+        rows = self._read("SELECT id, body FROM records WHERE kind = ?", (kind.__name__,))
+        return {name: msgspec.json.decode(body, type=kind) for name, body in rows}
+
+    def operations(self) -> list[Operation]:
+        """All operations, by model and number; results are left in the database."""
+        listed = ", ".join("x'' AS result" if name == "result" else name for name in _COLUMNS)
+        rows = self._read(f"SELECT {listed} FROM operations ORDER BY model, seq", ())
+        found = [Operation(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
+        for each in found:
+            each.kind, each.status = Kind(each.kind), Status(each.status)
+        return found
+
+    def result(self, operation_id: str) -> bytes:
+        """Stored result of an operation; empty without one."""
+        rows = self._read("SELECT result FROM operations WHERE id = ?", (operation_id,))
+        return rows[0][0] if rows else b""
+
+    def curve(self, model: str) -> list[tuple[int, float, float, int]]:
+        """Points of a model's loss curve: step, time, sum of the loss, tokens."""
+        return self._read("SELECT step, time, loss, tokens FROM curves WHERE model = ? ORDER BY step", (model,))
+
+    def _read(self, statement: str, values: tuple[Any, ...]) -> list[Any]:
+        with self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    def _run(self) -> None:
+        while jobs := self._waiting():
+            if not self._commit([each for statements, _ in jobs for each in statements]):
+                _settle([future for _, future in jobs], None)
+            else:  # one of them is at fault: each in a transaction of its own
+                for statements, future in jobs:
+                    error = self._commit(statements)
+                    _settle([future], error and JournalError(f"{self.path} cannot be written: {error}"))
+
+    def _waiting(self) -> list[tuple[Sequence[Statement], asyncio.Future[Any]]]:
+        """Writes that wait, at least one; none once the journal is closed."""
+        jobs: list[tuple[Sequence[Statement], asyncio.Future[Any]]] = []
+        while not jobs or not self._jobs.empty():
+            job = self._jobs.get()
+            if job is None:
+                self._jobs.put(None)  # for the next call
+                break
+            jobs.append(job)
+        return jobs
+
+    def _commit(self, statements: Sequence[Statement]) -> sqlite3.Error | None:
+        with self._lock:
+            try:
+                self._database.execute("BEGIN")
+                for statement, values in statements:
+                    self._database.execute(statement, values)
+                self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                return error
+        return None
+
+
+def _settle(futures: Sequence[asyncio.Future[Any]], error: JournalError | None) -> None:
+    for future in futures:
+        loop = future.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_resolve, future, error)
+
+
+def _resolve(future: asyncio.Future[Any], error: JournalError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,178 @@
+"""Training processes on this machine, started by torch's elastic launcher, which ends all if one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rl_rollout.errors import ServerStartError
+from rl_rollout.registry import create_process
+from rl_tinker.base import TrainingGroup
+from rl_tinker.errors import CommandError, RanksLostError
+from rl_tinker.ranks import commands
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_rollout.base import Subprocess
+    from rl_tinker.ranks.commands import Answer
+    from rl_tinker.types import AdamParams, AdapterSpec, ServeConfig
+
+CHECK_S = 0.25
+"""Seconds between two looks whether the launcher has ended."""
+
+
+class ElasticGroup(TrainingGroup):
+    """Training processes under torch's elastic launcher; rank 0 connects to a socket of this process.
+
+    Args:
+        config: Configuration of the server.
+        model_folder: Folder of the base model.
+    """
+
+    def __init__(self, config: ServeConfig, model_folder: str) -> None:
+        self._config, self._model_folder = config, model_folder
+        self._folder = tempfile.TemporaryDirectory(prefix="rl-tinker-")
+        self._socket = str(Path(self._folder.name) / "ranks.sock")
+        self._server: asyncio.Server | None = None
+        self._launcher: Subprocess | None = None
+        self._peer: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._joined = asyncio.Event()
+        self._incarnation = 0
+        self._lock = asyncio.Lock()
+
+    @property
+    def incarnation(self) -> int:
+        """See `TrainingGroup`."""
+        return self._incarnation
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher; 0 before the start."""
+        return 0 if self._launcher is None else self._launcher.pid
+
+    async def start(self) -> None:
+        """See `TrainingGroup`."""
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._join, self._socket)
+        async with self._lock:
+            await self._ready()
+
+    async def create(self, model: str, adapter: AdapterSpec | None, folder: str) -> None:
+        """See `TrainingGroup`."""
+        await self._call(commands.Create(model=model, adapter=adapter, folder=folder))
+
+    async def restore(self, model: str, adapter: AdapterSpec | None, folder: str, *, optimizer: bool = True) -> None:
+        """See `TrainingGroup`."""
+        await self._call(commands.Restore(model=model, adapter=adapter, folder=folder, optimizer=optimizer))
+
+    async def save(self, model: str, folder: str) -> None:
+        """See `TrainingGroup`."""
+        await self._call(commands.Save(model=model, folder=folder))
+
+    async def drop(self, model: str) -> None:
+        """See `TrainingGroup`."""
+        await self._call(commands.Drop(model=model))
+
+    async def forward(self, requests: Sequence[tuple[str, bytes]], *, backward: bool) -> list[bytes | str]:
+        """See `TrainingGroup`."""
+        answer = await self._call(commands.Forward(requests=list(requests), backward=backward))
+        return [error or result for error, result in zip(answer.errors, answer.results, strict=True)]
+
+    async def optim_step(self, model: str, params: AdamParams, folder: str) -> dict[str, float]:
+        """See `TrainingGroup`."""
+        return (await self._call(commands.OptimStep(model=model, params=params, folder=folder))).metrics
+
+    async def stop(self) -> None:
+        """See `TrainingGroup`."""
+        self._end()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self._folder.cleanup()
+
+    # The processes
+
+    def _start_launcher(self) -> None:
+        config = self._config
+        command = [sys.executable, "-m", "rl_tinker.ranks", str(config.ranks), self._socket, self._model_folder]
+        command.append(msgspec.json.encode(config).decode())
+        self._launcher = create_process(command, name="the training processes", on_line=lambda _: False)
+        self._incarnation += 1
+        try:
+            self._launcher.start()  # in this thread, whose end would end the process
+        except ServerStartError as error:
+            raise RanksLostError(str(error)) from error
+
+    def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Rank 0 connects once the model is loaded."""
+        self._peer = (reader, writer)
+        self._joined.set()
+
+    def _end(self) -> None:
+        """End the processes: the ranks end with their launcher."""
+        self._joined.clear()
+        if self._peer is not None:
+            self._peer[1].close()
+            self._peer = None
+        if self._launcher is not None:
+            self._launcher.kill()
+            self._launcher = None
+
+    async def _ready(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connection to rank 0, started if necessary.
+
+        Raises:
+            RanksLostError: it is not ready before the deadline.
+        """
+        if self._launcher is not None and self._launcher.returncode is not None:
+            self._end()
+        if self._launcher is None:
+            self._start_launcher()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.timeout_s
+        while self._peer is None:
+            assert self._launcher is not None, "it was started"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._joined.wait(), CHECK_S)
+            if self._peer is None and self._launcher.returncode is not None:
+                raise self._lost("the training processes ended while they started")
+            if loop.time() > deadline:
+                raise self._lost(f"the training processes were not ready within timeout_s={self._config.timeout_s}")
+        return self._peer
+
+    async def _call(self, command: commands.Command) -> Answer:
+        async with self._lock:
+            incarnation = self._incarnation
+            reader, writer = await self._ready()
+            if incarnation != self._incarnation:
+                raise RanksLostError("the training processes were started again; their models have to be restored")
+            body = commands.encode(command)
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    writer.writelines([commands.LENGTH.pack(len(body)), body])
+                    await writer.drain()
+                    header = await reader.readexactly(commands.LENGTH.size)
+                    answer = commands.decode_answer(await reader.readexactly(commands.LENGTH.unpack(header)[0]))
+            except TimeoutError as error:
+                raise self._lost(f"a command took longer than timeout_s={self._config.timeout_s}") from error
+            except (OSError, EOFError) as error:
+                raise self._lost("rank 0 closed its connection") from error
+            except BaseException:  # the answer of a cancelled call would be taken for that of the next
+                self._end()
+                raise
+        if answer.error:
+            raise CommandError(answer.error, is_user=answer.is_user)
+        return answer
+
+    def _lost(self, what: str) -> RanksLostError:
+        assert self._launcher is not None, "it was started"
+        lost = RanksLostError(self._launcher.with_output(what))
+        self._end()
+        return lost

@@ -1,0 +1,252 @@
+"""Program of one training process: commands from the server, by rank 0 to all ranks, to a worker of rl-engine.
+
+Every rank runs every command; the rows of a pass are dealt out, and their log-probs are gathered at rank 0.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl_engine.errors import EngineError
+from rl_engine.registry import auto_precision, create_loss, create_worker
+from rl_engine.types import AdamParams, EngineConfig, LoraConfig, OptimizerConfig, Precision, TrainingRow
+from rl_tinker.durable import sync_tree
+from rl_tinker.errors import RequestError
+from rl_tinker.ranks import commands
+from rl_tinker.ranks.__main__ import end_with_parent
+from rl_tinker.ranks.modules import lora_modules
+from rl_tinker.types import ServeConfig
+from rl_tinker.wire.results import encode_forward_backward
+from rl_tinker.wire.rows import ForwardBackward, decode_forward_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rl_tinker.types import AdapterSpec
+
+ALPHA = 32.0
+"""LoRA's alpha, for every rank: the scale of an adapter is alpha / rank."""
+TICK_S = 5.0
+"""Seconds after which rank 0, without a command, sends the others an empty one, so that no collective times out."""
+COLLECTIVE_S = 600.0
+
+
+class Rank:
+    """Worker of this process.
+
+    Args:
+        config: Configuration of the server.
+        model_folder: Folder of the base model.
+    """
+
+    def __init__(self, config: ServeConfig, model_folder: str) -> None:
+        self._config, self._model_folder = config, model_folder
+        self._modules = lora_modules(Path(model_folder))
+        self._full: str | None = None
+        """Model whose weights are those of the base model itself."""
+        self._worker: Any = self._build(is_full=False)
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+        self.index, self.num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def _build(self, *, is_full: bool) -> Any:
+        precision = auto_precision()[0] if self._config.dtype == "auto" else Precision(self._config.dtype)
+        config = EngineConfig(
+            model_path=self._model_folder,
+            optimizer=OptimizerConfig() if is_full else None,
+            precision=precision,
+        )
+        return create_worker(config, self._config.backend, max_resident=self._config.max_adapters)
+
+    def share(self, frame: bytes) -> bytes:
+        """The frame of rank 0, on every rank."""
+        if self.num_ranks == 1:
+            return frame
+        size = torch.tensor([len(frame)])
+        dist.broadcast(size, 0, group=self._control)
+        body = torch.frombuffer(bytearray(frame), dtype=torch.uint8) if self.index == 0 and frame else None
+        if body is None:
+            body = torch.empty(int(size), dtype=torch.uint8)
+        if body.numel():
+            dist.broadcast(body, 0, group=self._control)
+        return body.numpy().tobytes()
+
+    def run(self, command: commands.Command) -> commands.Answer:
+        """Run a command; every rank gets the same one."""
+        try:
+            return self._run(command)
+        except (EngineError, RequestError) as error:
+            return commands.Answer(error=f"{error}", is_user=True)
+
+    def _run(self, command: commands.Command) -> commands.Answer:
+        match command:
+            case commands.Create():
+                self._add(command.model, command.adapter)
+                self._save(command.model, command.folder)
+            case commands.Restore():
+                self._restore(command)
+            case commands.Save():
+                self._save(command.model, command.folder)
+            case commands.Drop():
+                self._drop(command.model)
+            case commands.OptimStep():
+                return self._optim_step(command)
+            case commands.Forward():
+                return self._forward(command)
+        return commands.Answer()
+
+    def _add(self, model: str, adapter: AdapterSpec | None) -> None:
+        if adapter is None:
+            raise RequestError("this server trains LoRA adapters; give a lora_config")
+        modules = self._modules.of(adapter)
+        self._worker.add_adapter(
+            model_key(model), LoraConfig(rank=adapter.rank, alpha=ALPHA, target_modules=modules), adapter.seed
+        )
+
+    def _restore(self, command: commands.Restore) -> None:
+        self._add(command.model, command.adapter)
+        try:
+            self._worker.load_state(command.folder, model_key(command.model), optimizer=command.optimizer)
+        except EngineError:
+            self._drop(command.model)
+            raise
+
+    def _drop(self, model: str) -> None:
+        self._worker.remove_adapter(model_key(model))
+
+    def _save(self, model: str, folder: str) -> None:
+        self._worker.save_state(folder, model_key(model))
+        if self.index == 0:
+            sync_tree(Path(folder))
+
+    def _optim_step(self, command: commands.OptimStep) -> commands.Answer:
+        given = command.params
+        adam = AdamParams(
+            lr=given.learning_rate,
+            beta1=given.beta1,
+            beta2=given.beta2,
+            eps=given.eps,
+            weight_decay=given.weight_decay,
+            grad_clip_norm=given.grad_clip_norm,
+        )
+        outcome = self._worker.optim_step(adam, model_key(command.model))
+        self._save(command.model, command.folder)
+        return commands.Answer(metrics={"grad_norm": outcome.grad_norm, "step": float(outcome.step)})
+
+    # Passes
+
+    def _forward(self, command: commands.Forward) -> commands.Answer:
+        """Run the rows of all requests in one pass. Requests whose own rows are wrong fail alone."""
+        requests = [decode_forward_backward(body) for _, body in command.requests]
+        models = [model_key(model) for model, _ in command.requests]
+        results, errors = [b""] * len(requests), [""] * len(requests)
+        rows: list[tuple[int, TrainingRow]] = []
+        losses: dict[str | None, Any] = {}
+        for index, (model, request) in enumerate(zip(models, requests, strict=True)):
+            mine = [training_row(model, row) for row in request.rows]
+            try:
+                losses[model] = create_loss(request.loss, request.settings)
+                self._worker.check_rows(mine, {model: losses[model]})
+            except EngineError as error:
+                losses.pop(model, None)
+                errors[index] = str(error)
+            else:
+                rows.extend((index, row) for row in mine)
+        if rows:
+            for index, result in self._pass(models, rows, losses, has_backward=command.backward):
+                results[index] = result
+        return commands.Answer(results=results, errors=errors)
+
+    def _pass(
+        self,
+        models: Sequence[str],
+        rows: Sequence[tuple[int, TrainingRow]],
+        losses: dict[str | None, Any],
+        *,
+        has_backward: bool,
+    ) -> Iterator[tuple[int, bytes]]:
+        """Run rows, each with the number of its request; yields the encoded output of each request."""
+        run = self._worker.forward_backward_rows if has_backward else self._worker.forward_rows
+        output = run([row for _, row in rows[self.index :: self.num_ranks]], losses)
+        logprobs = self._gathered([each.numpy() for each in output.logprobs], rows)
+        for index in dict.fromkeys(owner for owner, _ in rows):
+            mine = [values for (owner, _), values in zip(rows, logprobs, strict=True) if owner == index]
+            metrics = {f"{name}:sum": value for name, value in output.metrics[models[index]].items()}
+            yield index, encode_forward_backward(mine, metrics)
+
+    def _gathered(self, mine: list[np.ndarray], rows: Sequence[tuple[int, TrainingRow]]) -> list[np.ndarray]:
+        """Log-probs of all rows, at rank 0, in the order of the rows."""
+        if self.num_ranks == 1:
+            return mine
+        shapes = [np.shape(row.target_token_ids) for _, row in rows]
+        sizes = [sum(int(np.prod(each)) for each in shapes[rank :: self.num_ranks]) for rank in range(self.num_ranks)]
+        flat = torch.zeros(max(sizes))
+        flat[: sizes[self.index]] = torch.from_numpy(np.concatenate([each.ravel() for each in mine] or [flat[:0]]))
+        parts = [torch.empty_like(flat) for _ in range(self.num_ranks)]
+        dist.all_gather(parts, flat, group=self._control)
+        found: list[np.ndarray] = [np.empty(0)] * len(rows)
+        for rank, part in enumerate(parts):
+            begin = 0
+            for index in range(rank, len(rows), self.num_ranks):
+                size = int(np.prod(shapes[index]))
+                found[index] = part[begin : begin + size].numpy().reshape(shapes[index])
+                begin += size
+        return found
+
+
+def model_key(model: str) -> str:
+    """Name of a model's adapter in the engine, which allows no dots, colons or slashes."""
+    return model.replace(":", "-").replace(".", "-")
+
+
+def training_row(model: str, row: Any) -> TrainingRow:
+    """Row of a request as the worker takes it."""
+    return TrainingRow(adapter=model, token_ids=row.tokens, target_token_ids=row.targets, inputs=row.inputs)
+
+
+def main() -> None:
+    """Connect to the server at `sys.argv[1]` once the model is loaded, and run its commands until it closes."""
+    end_with_parent()
+    path, model_folder, config = sys.argv[1:]
+    rank = Rank(msgspec.json.decode(config, type=ServeConfig), model_folder)
+    connection: socket.socket | None = None
+    if rank.index == 0:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        connection.settimeout(TICK_S)
+    while True:
+        frame = rank.share(_next_frame(connection))
+        if frame == _CLOSED:
+            return
+        if frame != _TICK:
+            answer = commands.encode(rank.run(commands.decode_command(frame)))
+            if connection is not None:
+                connection.settimeout(None)
+                connection.sendall(commands.LENGTH.pack(len(answer)) + answer)
+                connection.settimeout(TICK_S)
+
+
+_TICK, _CLOSED = b"", b"closed"
+
+
+def _next_frame(connection: socket.socket | None) -> bytes:
+    """Next command at rank 0: a tick if none came in time, `_CLOSED` if the server is gone."""
+    if connection is None:
+        return _TICK
+    try:
+        frame = commands.read_frame(connection)
+    except TimeoutError:
+        return _TICK
+    return _CLOSED if frame is None else frame
+
+
+if __name__ == "__main__":
+    main()

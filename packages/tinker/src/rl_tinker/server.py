@@ -1,0 +1,163 @@
+"""The server: its parts put together, started and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_csrc import hold_lock
+from rl_engine.registry import check as check_engine
+from rl_engine.registry import describe_model, model_folder
+from rl_engine.types import EngineConfig, Precision
+from rl_rollout.registry import LOOPBACK_HOSTS
+from rl_tinker.errors import ConfigError
+from rl_tinker.http.app import Application
+from rl_tinker.http.checkpoints import CheckpointRoutes
+from rl_tinker.http.page import PageRoutes
+from rl_tinker.http.sampling import SamplingRoutes
+from rl_tinker.http.sessions import SessionRoutes
+from rl_tinker.http.training import TrainingRoutes
+from rl_tinker.ranks.group import ElasticGroup
+from rl_tinker.service.replicas import Replicas
+from rl_tinker.service.samplers import Samplers
+from rl_tinker.service.scheduler import Scheduler
+from rl_tinker.service.stop_strings import Stops
+from rl_tinker.service.store import Store
+from rl_tinker.service.tenants import Tenants
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from rl_tinker.base import TrainingGroup
+    from rl_tinker.types import ServeConfig
+
+HOUSEKEEPING_S = 10.0
+"""Seconds between two looks for what has expired."""
+
+_log = logging.getLogger(__name__)
+
+
+class TinkerServer:
+    """Server of the Tinker API. An async context manager: entering it starts the server, leaving it stops it.
+
+    Args:
+        config: Its configuration.
+        group: Training processes; by default those of rl-engine.
+        replicas: Sampling servers; by default those of rl-rollout.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        rl_engine.errors.EngineError: the base model, or the backend, cannot be used.
+    """
+
+    def __init__(
+        self, config: ServeConfig, *, group: TrainingGroup | None = None, replicas: Replicas | None = None
+    ) -> None:
+        check_config(config)
+        self.config = config
+        self.folder = Path(config.output_dir).absolute()
+        base = model_folder(config.model_path)
+        facts = describe_model(base).config
+        max_len = min(config.max_model_len, int(facts.get("max_position_embeddings", config.max_model_len)))
+        vocab_size = int(facts["vocab_size"])
+        self._closing = contextlib.AsyncExitStack()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._closing.enter_context(hold_lock(self.folder / "lock", f"output_dir={config.output_dir}"))
+        self._store = Store(self.folder)
+        self._closing.callback(self._store.close)
+        self._group = group or ElasticGroup(config, base)
+        self._replicas = replicas or Replicas(config, base, self._store.checkpoints_folder)
+        self._scheduler = Scheduler(self._store, self._group, max_adapters=config.max_adapters)
+        self._samplers = Samplers(self._store, self._replicas, Stops(Path(base)), max_len=max_len)
+        name = config.model_name or config.model_path
+        checkpoints = CheckpointRoutes(self._store, model_name=name)
+        page = PageRoutes(self._store, self._scheduler, self._samplers, model_name=name)
+        routes = [
+            *SessionRoutes(self._store, self._scheduler, model_name=name, max_len=max_len).routes(),
+            *TrainingRoutes(
+                self._store, self._scheduler, self._samplers,
+                model_name=name, tokenizer=base, vocab_size=vocab_size, max_len=max_len,
+            ).routes(),
+            *SamplingRoutes(self._store, self._samplers, model_name=name, vocab_size=vocab_size).routes(),
+            *checkpoints.routes(),
+            *page.routes(),
+        ]  # fmt: skip
+        tenants = Tenants(Path(config.keys) if config.keys else None)
+        self._app = Application(tenants, routes, [*checkpoints.open_routes(), *page.open_routes()])
+        self.url = ""
+        """Base URL, once it has started."""
+
+    async def start(self) -> str:
+        """Start everything; returns the base URL. The port is bound last: a client that reaches it can train.
+
+        Raises:
+            RanksLostError: the training processes cannot be started.
+            rl_rollout.errors.RolloutError: a sampling server cannot be started.
+            ConfigError: the port cannot be bound.
+        """
+        self._closing.push_async_callback(self._group.stop)
+        self._closing.push_async_callback(self._replicas.stop)
+        await asyncio.gather(self._group.start(), self._replicas.start())
+        self._scheduler.start()
+        self._closing.push_async_callback(self._scheduler.stop)
+        self._closing.push_async_callback(self._samplers.stop)
+        housekeeping = asyncio.create_task(self._keep_house(), name="rl-tinker-housekeeping")
+        self._closing.callback(housekeeping.cancel)
+        self._closing.push_async_callback(self._app.stop)
+        host = self.config.host
+        try:
+            port = await self._app.start(host, self.config.port)
+        except OSError as error:
+            raise ConfigError(f"port {self.config.port} of {host} cannot be bound: {error.strerror}") from error
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Stop everything; what was accepted is run by the next server on the same folder. Idempotent."""
+        await self._closing.aclose()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def _keep_house(self) -> None:
+        """Drop what has expired, free the models of silent sessions, and notice operations that cannot run."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            try:
+                for session_id in await self._store.expire():
+                    await self._scheduler.unload(session_id)
+                await self._scheduler.check_gaps()
+                self._samplers.expire()
+            except Exception:
+                _log.exception("housekeeping failed; it is tried again")
+
+
+def check_config(config: ServeConfig) -> None:
+    """Check the settings, before anything starts.
+
+    Raises:
+        ConfigError: one is out of range, or the interface is open without keys.
+        rl_engine.errors.EngineError: the engine rejects the model, the backend or the number of ranks.
+    """
+    if config.host not in LOOPBACK_HOSTS and not config.keys:
+        raise ConfigError(f"host={config.host} is reachable from outside; give keys=FILE, or use 127.0.0.1")
+    for name in ("ranks", "max_adapters", "server_replicas", "server_tp"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name.replace('_', '.', 1)}={getattr(config, name)} must be 1 or more")
+    if config.dtype not in tuple(Precision):
+        raise ConfigError(f"dtype={config.dtype!r} must be one of {', '.join(Precision)}")
+    if config.max_model_len < 2 or config.timeout_s <= 0 or not 0 <= config.port < 2**16:
+        raise ConfigError("max_model_len must be 2 or more, timeout_s above 0, and port from 0 to 65535")
+    engine = EngineConfig(model_path=model_folder(config.model_path), optimizer=None)
+    check_engine(config.backend, engine, config.ranks)

@@ -1,0 +1,229 @@
+"""Requests of the API in JSON, with the rules that they share."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import msgspec
+
+from rl_tinker.errors import RequestError
+from rl_tinker.types import AdamParams
+
+_NAME = re.compile(r"[\w][\w.+=-]{0,254}")
+_MIN_TTL_S, _MAX_TTL_S = 3600, 10 * 366 * 86400
+
+
+class Lora(msgspec.Struct, kw_only=True):
+    """LoRA configuration of a new model."""
+
+    rank: int
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class Optimizer(msgspec.Struct, kw_only=True):
+    """Optimizer family of a new model."""
+
+    type: str = "adamw"
+
+
+class CreateSession(msgspec.Struct, kw_only=True):
+    """`create_session`."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class OfSession(msgspec.Struct, kw_only=True):
+    """`session_heartbeat`."""
+
+    session_id: str
+
+
+class CreateModel(msgspec.Struct, kw_only=True):
+    """`create_model`."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = msgspec.field(default_factory=Optimizer)
+
+
+class OfModel(msgspec.Struct, kw_only=True):
+    """`get_info`."""
+
+    model_id: str
+
+
+class OptimStep(msgspec.Struct, kw_only=True):
+    """`optim_step`."""
+
+    model_id: str
+    seq_id: int = 0
+    adam_params: AdamParams = AdamParams()
+    optimizer_params: Any = None
+
+
+class SaveWeights(msgspec.Struct, kw_only=True):
+    """`save_weights`."""
+
+    model_id: str
+    seq_id: int = 0
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+
+class SaveWeightsForSampler(msgspec.Struct, kw_only=True):
+    """`save_weights_for_sampler`."""
+
+    model_id: str
+    seq_id: int = 0
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class SaveExternal(msgspec.Struct, kw_only=True):
+    """`save_weights_external`."""
+
+    model_id: str
+    path: str
+    seq_id: int = 0
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeights(msgspec.Struct, kw_only=True):
+    """`load_weights`, onto a model or as a new one."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+    weights_access_token: str | None = None
+
+
+class CreateSampler(msgspec.Struct, kw_only=True):
+    """`create_sampling_session`."""
+
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class OfSampler(msgspec.Struct, kw_only=True):
+    """`join_sampling_session`."""
+
+    sampling_session_id: str
+
+
+class Chunk(msgspec.Struct, kw_only=True):
+    """Chunk of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(msgspec.Struct, kw_only=True):
+    """Prompt of chunks."""
+
+    chunks: list[Chunk]
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """Sampling parameters."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """`asample`."""
+
+    prompt: Prompt
+    sampling_params: Sampling
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+
+class RetrieveFuture(msgspec.Struct, kw_only=True):
+    """`retrieve_future`, and `cancel_future`."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class WeightsInfo(msgspec.Struct, kw_only=True):
+    """`weights_info`."""
+
+    tinker_path: str
+
+
+def check_name(name: str) -> str:
+    """Name of a checkpoint.
+
+    Raises:
+        RequestError: it cannot be the last part of a path.
+    """
+    if not _NAME.fullmatch(name):
+        raise RequestError(f"name {name!r} of a checkpoint: use letters, digits and ._+=- (at most 255)")
+    return name
+
+
+def expiry(ttl_s: int | None) -> float | None:
+    """Time at which something expires.
+
+    Raises:
+        RequestError: the time to live is out of range.
+    """
+    if ttl_s is None:
+        return None
+    if not _MIN_TTL_S <= ttl_s <= _MAX_TTL_S:
+        raise RequestError(f"ttl_seconds={ttl_s} must be from {_MIN_TTL_S} (an hour) to {_MAX_TTL_S} (10 years)")
+    return time.time() + ttl_s
+
+
+def sampler_path(model_id: str, request: SaveWeightsForSampler, seq: int) -> str:
+    """Path of the checkpoint that a `save_weights_for_sampler` makes.
+
+    Raises:
+        RequestError: a name, or the number of the sampling session, is missing or wrong.
+    """
+    if request.path is not None:
+        return f"tinker://{model_id}/sampler_weights/{check_name(request.path)}"
+    if request.sampling_session_seq_id is None:
+        raise RequestError("save_weights_for_sampler needs a path, or a sampling_session_seq_id")
+    return f"tinker://{model_id}/sampler_weights/ephemeral-{seq}"

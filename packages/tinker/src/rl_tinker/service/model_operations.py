@@ -1,0 +1,231 @@
+"""Operations on models: what each kind does to the training processes and to the model's durable state."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rl_tinker import journal as db
+from rl_tinker.errors import CommandError, RequestError
+from rl_tinker.service.api import (
+    LoadWeights,
+    OptimStep,
+    SaveExternal,
+    SaveWeights,
+    SaveWeightsForSampler,
+    check_name,
+    expiry,
+    sampler_path,
+)
+from rl_tinker.types import Checkpoint, Kind, Sampler
+from rl_tinker.wire.protobuf import message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_tinker.base import TrainingGroup
+    from rl_tinker.service.store import Store
+    from rl_tinker.types import Model, Operation
+
+PROTOBUF = "application/x-protobuf"
+
+
+def failure(error: str, *, is_user: bool) -> dict[str, Any]:
+    """Outcome of an operation that failed."""
+    return {"error": error, "category": "user" if is_user else "server"}
+
+
+def success(**result: Any) -> dict[str, Any]:
+    """Outcome with a JSON result."""
+    return {"result": msgspec.json.encode(result)}
+
+
+class ModelOperations:
+    """Operations on models, and the set of models that the training processes hold.
+
+    An outcome is a mapping: `result` (with `content_type`), or `error` and `category`; `state` and `steps`, changes of
+    the model; `drops_gradient`; `records` and `statements`, to commit with it.
+    """
+
+    def __init__(self, store: Store, group: TrainingGroup, *, max_adapters: int) -> None:
+        self._store, self._group, self._max_adapters = store, group, max_adapters
+        self._resident: OrderedDict[str, None] = OrderedDict()
+        """Models in the memory of the processes, the one used last at the end."""
+        self._incarnation = -1
+
+    def forget(self, model_id: str) -> None:
+        """Have a model restored before its next operation."""
+        self._resident.pop(model_id, None)
+
+    def forget_all(self) -> None:
+        """Have every model restored before its next operation."""
+        self._resident.clear()
+
+    async def passes(self, batch: Sequence[Operation]) -> list[dict[str, Any]]:
+        """Run forward (and backward) passes of several models together; returns an outcome for each."""
+        await self._bring([self._store.models[each.model] for each in batch])
+        backward = batch[0].kind == Kind.FORWARD_BACKWARD
+        try:
+            results = await self._group.forward([(each.model, each.body) for each in batch], backward=backward)
+        except CommandError as error:
+            if len(batch) == 1:
+                return [failure(str(error), is_user=error.is_user)]
+            return [outcome for each in batch for outcome in await self.passes([each])]
+        return [
+            failure(result, is_user=True) if isinstance(result, str) else self._passed(each, result)
+            for each, result in zip(batch, results, strict=True)
+        ]
+
+    def _passed(self, operation: Operation, result: bytes) -> dict[str, Any]:
+        statements: list[db.Statement] = []
+        if operation.kind == Kind.FORWARD_BACKWARD:
+            metrics = dict(message("ForwardBackwardOutput").FromString(result).metrics)
+            step = self._store.models[operation.model].step
+            loss = metrics.get("loss:sum", 0.0)
+            statements.append(db.add_point(operation.model, step, time.time(), loss, operation.tokens))
+        return {"result": result, "content_type": PROTOBUF, "statements": statements}
+
+    async def run(self, operation: Operation) -> dict[str, Any]:
+        """Run an operation that is no pass; returns its outcome."""
+        model = self._store.models[operation.model]
+        try:
+            match operation.kind:
+                case Kind.CREATE:
+                    return await self._create(model)
+                case Kind.LOAD:
+                    return await self._load(model, msgspec.json.decode(operation.body, type=LoadWeights))
+                case Kind.OPTIM_STEP:
+                    return await self._optim_step(model, msgspec.json.decode(operation.body, type=OptimStep))
+                case Kind.SAVE:
+                    return self._save(model, msgspec.json.decode(operation.body, type=SaveWeights))
+                case Kind.SAVE_EXTERNAL:
+                    return self._save_external(model, msgspec.json.decode(operation.body, type=SaveExternal))
+                case _:
+                    request = msgspec.json.decode(operation.body, type=SaveWeightsForSampler)
+                    return self._save_for_sampler(model, request, operation.seq)
+        except CommandError as error:
+            return failure(str(error), is_user=error.is_user)
+        except RequestError as error:
+            return failure(str(error), is_user=True)
+
+    async def _create(self, model: Model) -> dict[str, Any]:
+        await self._make_room([model])
+        state = self._store.new_state()
+        await self._group.create(model.id, model.adapter, self._store.state_folder(state))
+        self._resident[model.id] = None
+        return success(model_id=model.id, type="create_model") | {"state": state}
+
+    async def _load(self, model: Model, request: LoadWeights) -> dict[str, Any]:
+        checkpoint = self._store.checkpoints.get(request.path)
+        if checkpoint is None or (checkpoint.tenant != model.tenant and not checkpoint.is_public):
+            raise RequestError(f"there is no checkpoint {request.path!r}; it may have expired")
+        if request.optimizer and checkpoint.kind != "training":
+            raise RequestError(f"{request.path} was saved for a sampler, without the optimizer; load it without")
+        if _shape(checkpoint) != _shape(model):
+            raise RequestError(
+                f"{request.path} is an adapter with {_shape(checkpoint)}, and {model.id} has {_shape(model)}"
+            )
+        await self._make_room([model])
+        if model.id in self._resident:  # a fresh adapter: the old one's gradient goes
+            await self._group.drop(model.id)
+            self.forget(model.id)
+        source = str(self._store.checkpoint_folder(checkpoint))
+        await self._group.restore(model.id, model.adapter, source, optimizer=request.optimizer)
+        state = self._store.new_state()
+        await self._group.save(model.id, self._store.state_folder(state))
+        self._resident[model.id] = None
+        loaded = success(path=request.path, model_id=model.id, type="load_weights")
+        return loaded | {"state": state, "drops_gradient": True}
+
+    async def _optim_step(self, model: Model, request: OptimStep) -> dict[str, Any]:
+        await self._bring([model])
+        state = self._store.new_state()
+        try:
+            metrics = await self._group.optim_step(model.id, request.adam_params, self._store.state_folder(state))
+        except CommandError as error:  # a gradient that is not finite: it is dropped, and the state is unchanged
+            return failure(str(error), is_user=error.is_user) | {"drops_gradient": True}
+        return success(metrics=metrics) | {"state": state, "steps": 1, "drops_gradient": True}
+
+    def _save(self, model: Model, request: SaveWeights) -> dict[str, Any]:
+        path = f"tinker://{model.id}/weights/{check_name(request.path or f'step-{model.step}')}"
+        if path in self._store.checkpoints and not request.overwrite:
+            raise RequestError(f"{path} exists; save it under another name, or with overwrite")
+        checkpoint = self._checkpoint(model, path, "training", request.ttl_seconds, request.user_metadata)
+        return success(path=path, type="save_weights") | {"records": [checkpoint]}
+
+    def _save_for_sampler(self, model: Model, request: SaveWeightsForSampler, seq: int) -> dict[str, Any]:
+        path = sampler_path(model.id, request, seq)
+        checkpoint = self._checkpoint(model, path, "sampler", request.ttl_seconds, request.user_metadata)
+        if request.path is not None:
+            return success(path=path, type="save_weights_for_sampler") | {"records": [checkpoint]}
+        sampler = Sampler(
+            id=f"{model.session}:sample:{request.sampling_session_seq_id}",
+            session=model.session,
+            tenant=model.tenant,
+            checkpoint=path,
+        )
+        result = success(sampling_session_id=sampler.id, type="save_weights_for_sampler")
+        return result | {"records": [checkpoint, sampler]}
+
+    def _save_external(self, model: Model, request: SaveExternal) -> dict[str, Any]:
+        path = f"tinker://{model.id}/external_weights/{check_name(request.path)}"
+        checkpoint = self._checkpoint(model, path, "external", request.ttl_seconds, None)
+        saved = success(path=path, size_bytes=checkpoint.size_bytes, type="save_weights_external")
+        return saved | {"records": [checkpoint]}
+
+    def _checkpoint(
+        self, model: Model, path: str, kind: str, ttl_s: int | None, metadata: dict[str, Any] | None
+    ) -> Checkpoint:
+        """Checkpoint of the durable state, which is what the processes hold."""
+        expires = expiry(ttl_s)
+        folder, size = self._store.link_checkpoint(model.state, with_optimizer=kind == "training")
+        return Checkpoint(
+            path=path,
+            model=model.id,
+            tenant=model.tenant,
+            kind=kind,
+            folder=folder,
+            created=time.time(),
+            adapter=model.adapter,
+            step=model.step,
+            size_bytes=size,
+            expires=expires,
+            user_metadata=metadata,
+        )
+
+    async def _bring(self, models: Sequence[Model]) -> None:
+        """Restore those models that the processes do not hold."""
+        if any(each.is_unloaded for each in models):
+            raise CommandError("the session of the model has ended", is_user=True)
+        await self._make_room(models)
+        for model in models:
+            if model.id not in self._resident:
+                await self._group.restore(model.id, model.adapter, self._store.state_folder(model.state))
+                for operation in self._store.gradient_of(model):
+                    await self._group.forward([(model.id, operation.body)], backward=True)
+                self._resident[model.id] = None
+            self._resident.move_to_end(model.id)
+
+    async def _make_room(self, models: Sequence[Model]) -> None:
+        """Drop the models that were used least recently; one with a gradient computes it again when it comes back."""
+        if self._group.incarnation != self._incarnation:
+            self._resident.clear()
+            self._incarnation = self._group.incarnation
+        wanted = {each.id for each in models}
+        for model_id in list(self._resident):
+            known = self._store.models.get(model_id)
+            excess = len(self._resident.keys() | wanted) - self._max_adapters
+            if model_id not in wanted and (excess > 0 or known is None or known.is_unloaded):
+                await self._group.drop(model_id)
+                self.forget(model_id)
+
+
+def _shape(owner: Model | Checkpoint) -> str:
+    adapter = owner.adapter
+    if adapter is None:
+        return "all weights"
+    named = {"attn": adapter.train_attn, "mlp": adapter.train_mlp, "unembed": adapter.train_unembed}
+    return f"rank {adapter.rank} on {', '.join(name for name, is_on in named.items() if is_on)}"

@@ -1,0 +1,130 @@
+"""Sampling servers: started by rl-rollout, started again when they end, with the adapters in use sent by rl-ckpt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from rl_ckpt.registry import connect
+from rl_rollout.errors import RolloutError
+from rl_rollout.registry import create_receiver, create_router, launch_server
+from rl_rollout.types import ServerConfig, ServerParallel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+    from pathlib import Path
+
+    from rl_ckpt.base import WeightSender
+    from rl_rollout.base import ReceiverSession, ServerGroup
+    from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
+    from rl_tinker.types import Checkpoint, ServeConfig
+
+
+class Replicas:
+    """Sampling servers behind one router.
+
+    Args:
+        config: Configuration of the server.
+        model_folder: Folder of the base model.
+        folder_of: Folder of a checkpoint.
+    """
+
+    def __init__(self, config: ServeConfig, model_folder: str, checkpoints_folder: Path) -> None:
+        self._config, self._model_folder, self._folder = config, model_folder, checkpoints_folder
+        self._router: ServerGroup | None = None
+        self._sender: WeightSender | None = None
+        self._receiver: ReceiverSession | None = None
+        self._version = 0
+        self._loaded: OrderedDict[str, str] = OrderedDict()
+        """Name of each adapter in the servers by the folder of its checkpoint, the one used last at the end."""
+        self._users: dict[str, int] = {}
+        self._lock = asyncio.Lock()
+        self._generation = 0
+
+    async def start(self) -> None:
+        """Start the servers.
+
+        Raises:
+            RolloutError: one cannot be started.
+        """
+        config = ServerConfig(
+            model_path=self._model_folder,
+            max_model_len=self._config.max_model_len,
+            timeout_s=self._config.timeout_s,
+            dtype=self._config.dtype,
+            parallel=ServerParallel(tp=self._config.server_tp),
+            options=self._options(),
+        )
+        backend = self._config.server_backend
+        router = create_router([launch_server(backend, config) for _ in range(self._config.server_replicas)])
+        await router.start()
+        address = f"shm://rl-tinker-{os.getpid()}-{self._generation}"
+        self._sender = connect(address, role="send", timeout_s=self._config.timeout_s)
+        await self._sender.prepare()
+        self._receiver = create_receiver(self._sender.address, timeout_s=self._config.timeout_s)
+        self._router, self._version = router, 0
+        self._loaded.clear()
+        self._generation += 1
+
+    async def stop(self) -> None:
+        """End the servers. Idempotent."""
+        router, self._router = self._router, None
+        sender, self._sender = self._sender, None
+        receiver, self._receiver = self._receiver, None
+        for each in (receiver, sender):
+            if each is not None:
+                await each.close()
+        if router is not None:
+            await router.stop()
+
+    async def recover(self) -> None:
+        """Start the servers again unless all of them answer."""
+        generation = self._generation
+        async with self._lock:
+            if generation != self._generation:
+                return  # another caller did
+            if self._router is not None and len(self._router.servers) == self._config.server_replicas:
+                with suppress(RolloutError):
+                    await self._router.check_health()
+                    return
+            await self.stop()
+            await self.start()
+
+    def _running(self) -> ServerGroup:
+        if self._router is None:
+            raise RolloutError("the sampling servers are being started")
+        return self._router
+
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
+        """See `RolloutServer.generate`."""
+        return await self._running().generate(request)
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `RolloutServer.generate_stream`."""
+        return self._running().generate_stream(request)
+
+    @asynccontextmanager
+    async def adapter(self, checkpoint: Checkpoint | None) -> AsyncIterator[str | None]:
+        """Name of a checkpoint's adapter in the servers, which stays there inside; None for the base model."""
+        if checkpoint is None or checkpoint.adapter is None:
+            yield None
+            return
+        folder = checkpoint.folder
+        self._users[folder] = self._users.get(folder, 0) + 1
+        try:
+            async with self._lock:
+                if folder not in self._loaded:
+                    await self._load(folder)
+                self._loaded.move_to_end(folder)
+            yield self._loaded[folder]
+        finally:
+            self._users[folder] -= 1
+            if not self._users[folder]:
+                del self._users[folder]
+
+    async def _load(self, folder: str) -> None:
+        """Send an adapter to all servers, in the room of the ones that were used least recently."""
+        raise NotImplementedError

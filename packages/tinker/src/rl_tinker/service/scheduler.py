@@ -1,0 +1,236 @@
+"""Scheduler: runs each model's operations in order, and shares the training processes fairly between tenants.
+
+An operation is pending in the journal before the client knows its id. Its outcome, the model's new state and the number
+of the next operation are committed together before the client sees the outcome, so that a server which is killed at any
+moment continues where the journal ends. A model that the training processes lost is restored from its durable state;
+gradients that were added up since its last optimizer step are computed again from the journaled requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rl_tinker import journal as db
+from rl_tinker.errors import JournalError, RanksLostError, RequestError
+from rl_tinker.service.model_operations import ModelOperations, failure
+from rl_tinker.types import Kind, Model, Operation, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_tinker.base import TrainingGroup
+    from rl_tinker.service.store import Store
+
+TURN_TOKENS = 65536
+"""Tokens of one pass, after which other tenants have their turn; one larger request runs alone."""
+OTHER_COST = 2048
+"""Share of the training processes that other operations count for, in tokens."""
+MAX_ATTEMPTS = 3
+"""Times that the training processes may be lost while an operation runs before it counts as the cause, and fails. From
+the second attempt on it runs alone."""
+GAP_S = 600.0
+"""Seconds that operations wait for one with a lower number that has not arrived."""
+_RETRY_S = (0.5, 2.0, 10.0, 30.0)
+_CANCELLED = -1
+_PASSES = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+
+_log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Queue of the operations of all models.
+
+    Args:
+        store: Records; operations that are pending there are queued again.
+        group: Training processes.
+        max_adapters: Most models in their memory.
+    """
+
+    def __init__(self, store: Store, group: TrainingGroup, *, max_adapters: int) -> None:
+        self._store, self._group = store, group
+        self._work = ModelOperations(store, group, max_adapters=max_adapters)
+        self._queues: dict[str, dict[int, Operation]] = {}
+        """Operations that wait, by model and number."""
+        self._served: dict[str, float] = {}
+        """Tokens that each tenant has been served, or would have been since it came back."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.tokens_served = 0
+        """Tokens of rows since the start."""
+        for operation in store.operations.values():
+            if operation.status == Status.PENDING:
+                self._queues.setdefault(operation.model, {})[operation.seq] = operation
+
+    @property
+    def num_waiting(self) -> int:
+        """Operations that wait or run."""
+        return sum(map(len, self._queues.values()))
+
+    def start(self) -> None:
+        """Start to run operations."""
+        self._task = asyncio.create_task(self._run(), name="rl-tinker-scheduler")
+
+    async def stop(self) -> None:
+        """Stop after the current command. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def submit(self, operation: Operation, *records: db.Record) -> Operation:
+        """Accept an operation; returns the one of the same id if there is one, as after a client's retry.
+
+        Args:
+            operation: The operation.
+            records: Records to store with it, such as the model that it creates.
+
+        Raises:
+            JournalError: it is not accepted.
+        """
+        if (known := self._store.operations.get(operation.id)) is not None:
+            return known
+        model = self._store.models.get(operation.model) or next(each for each in records if isinstance(each, Model))
+        if operation.seq < model.next_seq:
+            raise RequestError(
+                f"{operation.model} has finished operation {operation.seq}, and its result is no longer there"
+            )
+        await self._store.journal.write(db.accept(operation), *map(db.put, records))
+        if (known := self._store.operations.get(operation.id)) is not None:  # sent twice at the same time
+            return known
+        self._join_queue(operation.tenant)
+        self._store.add(operation)
+        self._store.apply(records)
+        self._queues.setdefault(operation.model, {})[operation.seq] = operation
+        self._wake.set()
+        return operation
+
+    def _join_queue(self, tenant: str) -> None:
+        """A tenant that had nothing to run gets no credit for that time."""
+        if not self._store.pending[tenant]:
+            others = [served for name, served in self._served.items() if self._store.pending[name]]
+            self._served[tenant] = max(self._served.get(tenant, 0.0), min(others, default=0.0))
+
+    def cancel(self, operation: Operation) -> None:
+        """Fail an operation that has not begun, in its turn; one that runs or has ended is left alone."""
+        if operation.status == Status.PENDING:
+            operation.attempts = _CANCELLED
+
+    async def unload(self, session_id: str) -> None:
+        """Free the models of a session that ended; their operations that wait fail."""
+        for model in self._store.models.values():
+            if model.session == session_id and not model.is_unloaded:
+                model.is_unloaded = True
+                for operation in sorted(self._queues.get(model.id, {}).values(), key=lambda each: each.seq):
+                    await self._finish(operation, model, failure("the session has ended", is_user=True))
+                await self._store.journal.write(db.put(model), db.forget_bodies(model.id, 2**62))
+
+    async def check_gaps(self) -> None:
+        """Fail operations that have waited too long for one that never arrived."""
+        now = time.time()
+        for model_id, queue in list(self._queues.items()):
+            model = self._store.models[model_id]
+            if not queue or model.next_seq in queue or now - min(each.created for each in queue.values()) < GAP_S:
+                continue
+            reason = f"operation {model.next_seq} of {model_id} did not arrive within {GAP_S:.0f} s"
+            for operation in sorted(queue.values(), key=lambda each: each.seq):
+                await self._finish(operation, model, failure(reason, is_user=True))
+
+    def next_batch(self) -> list[Operation]:
+        """Operations that run next: one, or passes of several models that the processes can run together."""
+        heads = [
+            queue[seq]
+            for model_id, queue in self._queues.items()
+            if (seq := self._store.models[model_id].next_seq) in queue
+        ]
+        served = {each.tenant: self._served.setdefault(each.tenant, 0.0) for each in heads}
+        batch: list[Operation] = []
+        tokens = 0
+        while heads:
+            best = min(heads, key=lambda each: (served[each.tenant], each.created))
+            heads.remove(best)
+            if batch and (best.kind != batch[0].kind or best.attempts or tokens + best.tokens > TURN_TOKENS):
+                continue
+            batch.append(best)
+            tokens += best.tokens
+            served[best.tenant] += best.tokens or OTHER_COST
+            if best.kind not in _PASSES or best.attempts:
+                break
+        return batch
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            batch = self.next_batch()
+            if not batch:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                await self._run_batch(batch)
+                failures = 0
+            except RanksLostError as error:
+                _log.warning("training processes lost: %s", error)
+                await self._give_up(batch, error)
+                await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+                failures += 1
+            except JournalError as error:  # nothing was acknowledged: what ran is run again from the durable state
+                _log.exception("journal: %s", error)
+                self._work.forget_all()
+                await asyncio.sleep(_RETRY_S[-2])
+            except Exception:
+                _log.exception("an error of this program; the operation fails")
+                for operation in batch:
+                    self._work.forget(operation.model)
+                    outcome = failure("an error of the server; its log has it", is_user=False)
+                    await self._finish(operation, self._store.models[operation.model], outcome)
+
+    async def _run_batch(self, batch: Sequence[Operation]) -> None:
+        if batch[0].attempts == _CANCELLED:
+            outcomes: list[dict[str, Any]] = [failure("cancelled", is_user=True)]
+        elif batch[0].kind in _PASSES:
+            outcomes = await self._work.passes(batch)
+        else:
+            outcomes = [await self._work.run(batch[0])]
+        for operation, outcome in zip(batch, outcomes, strict=True):
+            self._served[operation.tenant] += operation.tokens or OTHER_COST
+            self.tokens_served += operation.tokens
+            await self._finish(operation, self._store.models[operation.model], outcome)
+
+    async def _give_up(self, batch: Sequence[Operation], error: RanksLostError) -> None:
+        for operation in batch:
+            operation.attempts += 1
+            if operation.attempts >= MAX_ATTEMPTS and len(batch) == 1:
+                outcome = failure(f"the training processes were lost {MAX_ATTEMPTS} times: {error}", is_user=False)
+                await self._finish(operation, self._store.models[operation.model], outcome)
+
+    async def _finish(self, operation: Operation, model: Model, outcome: dict[str, Any]) -> None:
+        """Commit the outcome of an operation together with what it changes, then announce it."""
+        statements: list[db.Statement] = list(outcome.get("statements", ()))
+        old_state = model.state
+        operation.finished = model.last_request = time.time()
+        operation.status = Status.FAILED if "error" in outcome else Status.DONE
+        operation.result = outcome.get("result") or msgspec.json.encode(
+            {"error": outcome.get("error"), "category": outcome.get("category")}
+        )
+        operation.content_type = outcome.get("content_type", "application/json")
+        if operation.kind != Kind.FORWARD_BACKWARD or operation.status == Status.FAILED:
+            operation.body = b""
+        model.next_seq = max(model.next_seq, operation.seq + 1)
+        model.state = outcome.get("state", model.state)
+        model.step += outcome.get("steps", 0)
+        if outcome.get("drops_gradient"):
+            statements.append(db.forget_bodies(model.id, operation.seq))
+        records = outcome.get("records", ())
+        await self._store.journal.write(db.finish(operation), db.put(model), *map(db.put, records), *statements)
+        self._store.apply(records)
+        if outcome.get("drops_gradient"):
+            for each in self._store.gradient_of(model):
+                each.body = b""
+        self._queues[model.id].pop(operation.seq, None)
+        self._store.announce(operation)
+        if model.state != old_state:
+            await self._store.remove_state(old_state)

@@ -1,0 +1,233 @@
+"""Records in memory, backed by the journal, and the folders that they name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rl_tinker import journal as db
+from rl_tinker.durable import sync_folder
+from rl_tinker.errors import GoneError, NotFoundError
+from rl_tinker.types import Checkpoint, Kind, Model, Sampler, Session, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from rl_tinker.service.tenants import Tenant
+    from rl_tinker.types import Operation
+
+RESULT_S = 3600.0
+"""Seconds that the result of an operation stays available."""
+SESSION_S = 3600.0
+"""Seconds without a heartbeat after which a session ends. Clients send one every 10 seconds."""
+
+
+class Store:
+    """Sessions, models, samplers, checkpoints and operations of a server.
+
+    Args:
+        folder: Output folder of the server; it exists.
+
+    Raises:
+        JournalError: the journal cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.journal = db.Journal(folder / "journal.sqlite")
+        self._models_folder, self.checkpoints_folder = folder / "models", folder / "checkpoints"
+        self.sessions = self.journal.records(Session)
+        self.models = self.journal.records(Model)
+        self.samplers = self.journal.records(Sampler)
+        self.checkpoints = self.journal.records(Checkpoint)
+        self.operations: dict[str, Operation] = {each.id: each for each in self.journal.operations()}
+        self.pending = Counter(each.tenant for each in self.operations.values() if each.status == Status.PENDING)
+        """Number of each tenant's operations that wait or run."""
+        self._changed: dict[str, asyncio.Event] = {}
+        self._remove_orphans()
+
+    def close(self) -> None:
+        """Close the journal. Idempotent."""
+        self.journal.close()
+
+    def _remove_orphans(self) -> None:
+        """Remove folders that no record names: the server ended before it committed them, or before it removed them."""
+        known = {each.state for each in self.models.values()}
+        stored = {each.folder for each in self.checkpoints.values()}
+        for folder, names in ((self._models_folder, known), (self.checkpoints_folder, stored)):
+            folder.mkdir(parents=True, exist_ok=True)
+            for each in folder.iterdir():
+                if each.name not in names:
+                    shutil.rmtree(each)
+
+    def apply(self, records: Iterable[db.Record]) -> None:
+        """Make committed records visible."""
+        for record in records:
+            match record:
+                case Model():
+                    self.models[record.id] = record
+                case Session():
+                    self.sessions[record.id] = record
+                case Sampler():
+                    self.samplers[record.id] = record
+                case Checkpoint():
+                    self.checkpoints[record.path] = record
+
+    # Folders
+
+    def new_state(self) -> str:
+        """Name of a new folder for the state of a model."""
+        return uuid.uuid4().hex
+
+    def state_folder(self, name: str) -> str:
+        """Path of a model's state."""
+        return str(self._models_folder / name)
+
+    def checkpoint_folder(self, checkpoint: Checkpoint) -> Path:
+        """Path of a checkpoint."""
+        return self.checkpoints_folder / checkpoint.folder
+
+    def link_checkpoint(self, state: str, *, with_optimizer: bool) -> tuple[str, int]:
+        """Make a checkpoint's folder from a durable state, which never changes, by hard links.
+
+        Returns:
+            Its name, and its size in bytes.
+        """
+        name, size = uuid.uuid4().hex, 0
+        target = self.checkpoints_folder / name
+        target.mkdir()
+        for file in sorted((self._models_folder / state).rglob("*")):
+            inner = target / file.relative_to(self._models_folder / state)
+            if file.is_dir():
+                inner.mkdir(exist_ok=True)
+            elif with_optimizer or not is_optimizer_file(file.name):
+                os.link(file, inner)
+                size += file.stat().st_size
+        sync_folder(target)
+        sync_folder(self.checkpoints_folder)
+        return name, size
+
+    async def remove_state(self, name: str) -> None:
+        """Remove the folder of a state that no record names any more."""
+        if name:
+            await asyncio.to_thread(shutil.rmtree, self.state_folder(name), True)
+
+    async def remove_checkpoints(self, found: Iterable[Checkpoint]) -> None:
+        """Delete checkpoints: the records first, then the folders."""
+        found = list(found)
+        await self.journal.write(*(db.delete(each) for each in found))
+        for each in found:
+            self.checkpoints.pop(each.path, None)
+            await asyncio.to_thread(shutil.rmtree, self.checkpoint_folder(each), True)
+
+    # Records of a tenant
+
+    def session(self, tenant: Tenant, session_id: str) -> Session:
+        """Live session of a tenant.
+
+        Raises:
+            NotFoundError: the tenant has no such session.
+            GoneError: it has ended.
+        """
+        found = self.sessions.get(session_id)
+        if found is None or found.tenant != tenant.name:
+            raise NotFoundError(f"there is no session {session_id!r}")
+        if found.finished:
+            raise GoneError(f"session {session_id} has ended ({found.finished}); create a new ServiceClient")
+        return found
+
+    def model(self, tenant: Tenant, model_id: str) -> Model:
+        """Model of a tenant.
+
+        Raises:
+            NotFoundError: the tenant has no such model.
+        """
+        found = self.models.get(model_id)
+        if found is None or found.tenant != tenant.name:
+            raise NotFoundError(f"there is no training run {model_id!r}")
+        return found
+
+    def sampler(self, tenant: Tenant, sampler_id: str) -> Sampler:
+        """Sampling session of a tenant.
+
+        Raises:
+            NotFoundError: the tenant has no such sampling session.
+        """
+        found = self.samplers.get(sampler_id)
+        if found is None or found.tenant != tenant.name:
+            raise NotFoundError(f"there is no sampling session {sampler_id!r}")
+        return found
+
+    def checkpoint(self, tenant: Tenant, path: str, *, own: bool = False) -> Checkpoint:
+        """Checkpoint that a tenant may read: its own, or a published one.
+
+        Raises:
+            NotFoundError: there is none, or it belongs to somebody else.
+        """
+        found = self.checkpoints.get(path)
+        if found is None or (found.tenant != tenant.name and (own or not found.is_public)):
+            raise NotFoundError(f"there is no checkpoint {path!r}; it may have expired")
+        return found
+
+    def gradient_of(self, model: Model) -> list[Operation]:
+        """Operations whose gradients the next optimizer step of a model adds up, in order."""
+        found = [
+            each
+            for each in self.operations.values()
+            if each.model == model.id
+            and each.kind == Kind.FORWARD_BACKWARD
+            and each.status == Status.DONE
+            and each.body
+        ]
+        return sorted(found, key=lambda each: each.seq)
+
+    # Futures
+
+    async def wait_for(self, operation: Operation, timeout_s: float) -> bool:
+        """Wait until an operation has ended; returns whether it has."""
+        if operation.status == Status.PENDING:
+            event = self._changed.setdefault(operation.id, asyncio.Event())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), timeout_s)
+        return operation.status != Status.PENDING
+
+    def add(self, operation: Operation) -> None:
+        """Add an operation that the journal has."""
+        self.operations[operation.id] = operation
+        self.pending[operation.tenant] += 1
+
+    def announce(self, operation: Operation) -> None:
+        """Count an operation as ended, and wake those who wait for it."""
+        self.pending[operation.tenant] -= 1
+        if (event := self._changed.pop(operation.id, None)) is not None:
+            event.set()
+
+    async def expire(self) -> list[str]:
+        """Drop old results and expired checkpoints, and end silent sessions; returns the ids of these sessions."""
+        now = time.time()
+        old = [
+            each
+            for each in self.operations.values()
+            if each.status != Status.PENDING and now - each.finished > RESULT_S and not each.body
+        ]
+        silent = [each for each in self.sessions.values() if not each.finished and now - each.seen > SESSION_S]
+        for session in silent:
+            session.finished = f"no heartbeat for {SESSION_S:.0f} s"
+        await self.journal.write(*map(db.forget_operation, old), *map(db.put, silent))
+        for operation in old:
+            del self.operations[operation.id]
+        expired = [each for each in self.checkpoints.values() if each.expires is not None and each.expires < now]
+        if expired:
+            await self.remove_checkpoints(expired)
+        return [each.id for each in silent]
+
+
+def is_optimizer_file(name: str) -> bool:
+    """Whether a file of a state holds the optimizer's part, which a sampler does not need."""
+    return "optim" in name

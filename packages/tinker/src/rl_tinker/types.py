@@ -1,0 +1,196 @@
+"""Types of rl-tinker: configuration, records that the journal stores, parameters of the API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Configuration of `rl-tinker serve`. Keys are written with dots: `model.path`, `server.replicas`."""
+
+    model_path: str
+    """Hugging Face folder of the base model, or its id on the hub."""
+    model_name: str = ""
+    """Name that clients ask for as `base_model`; by default `model.path` as given."""
+    output_dir: str = "rl-tinker"
+    """Folder of the journal, the models' states and the checkpoints. A server that starts on it continues from it."""
+    host: str = "127.0.0.1"
+    """Interface to bind. One that is not loopback needs `keys`."""
+    port: int = 8765
+    """Port to bind; 0 picks a free one."""
+    keys: str = ""
+    """TOML file of tenants, their API keys and quotas; without it every key is a tenant of its own."""
+    ranks: int = 1
+    """Training processes on this machine, one per GPU."""
+    backend: str = "fsdp"
+    """Backend of rl-engine."""
+    dtype: str = "auto"
+    """Number format of training: `float32`, `bfloat16`, or `auto`."""
+    max_adapters: int = 32
+    """Most adapters in the memory of the training processes, and most in that of a sampling server; the least recently
+    used one makes room, and is loaded again when it is needed."""
+    max_model_len: int = 4096
+    """Longest row of training or sampling, tokens."""
+    server_backend: str = "embedded"
+    """Backend of rl-rollout that samples."""
+    server_replicas: int = 1
+    """Sampling servers."""
+    server_tp: int = 1
+    """GPUs of each sampling server (tensor parallel)."""
+    timeout_s: float = 1800.0
+    """Longest time that one command to the training processes or to a sampling server may take, seconds."""
+
+
+class LossName(StrEnum):
+    """Loss function of the API; formulas in `rl_engine`."""
+
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    PPO = "ppo"
+    CISPO = "cispo"
+    DRO = "dro"
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a LoRA adapter, as `create_model` gives it."""
+
+    rank: int = 32
+    """Rank of the two matrices of each adapted layer."""
+    seed: int = 0
+    """Seed of the initial values."""
+    train_attn: bool = True
+    """Whether attention projections are adapted."""
+    train_mlp: bool = True
+    """Whether MLP projections are adapted."""
+    train_unembed: bool = True
+    """Whether the output layer is adapted."""
+
+
+class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of one optimizer step: AdamW, as torch defines it."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+class Kind(StrEnum):
+    """Kind of an operation on a model."""
+
+    CREATE = "create_model"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE = "save_weights"
+    SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+    SAVE_EXTERNAL = "save_weights_external"
+    LOAD = "load_weights"
+
+
+class Status(StrEnum):
+    """Status of an operation."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """Session of one client."""
+
+    id: str
+    tenant: str
+    created: float
+    """Seconds since the epoch."""
+    seen: float
+    """Time of the last heartbeat."""
+    finished: str = ""
+    """Reason for which it ended; empty while it lasts."""
+    display_name: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    num_clients: int = 0
+    """Sampling clients that joined after the first."""
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """Training run: one adapter, or the base model's own weights, with its optimizer."""
+
+    id: str
+    session: str
+    tenant: str
+    created: float
+    last_request: float
+    adapter: AdapterSpec | None
+    """None: all weights of the base model are trained."""
+    next_seq: int = 0
+    """Number of the operation that runs next."""
+    state: str = ""
+    """Folder of the durable weights and optimizer state, below the models folder; empty before they exist."""
+    step: int = 0
+    """Optimizer steps taken."""
+    user_metadata: dict[str, Any] | None = None
+    is_unloaded: bool = False
+
+
+class Checkpoint(msgspec.Struct, kw_only=True):
+    """Checkpoint with a `tinker://` path."""
+
+    path: str
+    model: str
+    tenant: str
+    kind: str
+    """`training` (with the optimizer), `sampler`, or `external` (to download)."""
+    folder: str
+    """Folder below the checkpoints folder."""
+    created: float
+    adapter: AdapterSpec | None
+    step: int
+    size_bytes: int
+    expires: float | None = None
+    is_public: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Id of the checkpoint within its run, such as `weights/final`."""
+        return self.path.removeprefix("tinker://").partition("/")[2]
+
+
+class Sampler(msgspec.Struct, kw_only=True):
+    """Sampling session: a checkpoint, or the base model."""
+
+    id: str
+    session: str
+    tenant: str
+    checkpoint: str = ""
+    """Path of the checkpoint; empty: the base model."""
+
+
+class Operation(msgspec.Struct, kw_only=True):
+    """Operation on a model, which is also the future that a client polls."""
+
+    id: str
+    model: str
+    tenant: str
+    seq: int
+    kind: Kind
+    body: bytes
+    """Body of the request, as it arrived (decompressed); empty once it cannot be needed again."""
+    created: float
+    status: Status = Status.PENDING
+    result: bytes = b""
+    content_type: str = "application/json"
+    finished: float = 0.0
+    tokens: int = 0
+    """Tokens of its rows: its share of the training processes."""
+    attempts: int = 0
+    """Times that the training processes were lost while it ran."""
