@@ -62,7 +62,7 @@ class TinkerServer:
         base = model_folder(config.model_path)
         facts = describe_model(base).config
         max_len = min(config.max_model_len, int(facts.get("max_position_embeddings", config.max_model_len)))
-        vocab_size = int(facts["vocab_size"])
+        vocab_size, is_tied = int(facts["vocab_size"]), bool(facts.get("tie_word_embeddings", False))
         self._closing = contextlib.AsyncExitStack()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._closing.enter_context(hold_lock(self.folder / "lock", f"output_dir={config.output_dir}"))
@@ -76,10 +76,12 @@ class TinkerServer:
         checkpoints = CheckpointRoutes(self._store, model_name=name)
         page = PageRoutes(self._store, self._scheduler, self._samplers, model_name=name)
         routes = [
-            *SessionRoutes(self._store, self._scheduler, model_name=name, max_len=max_len).routes(),
+            *SessionRoutes(
+                self._store, self._scheduler, model_name=name, is_tied=is_tied, max_len=max_len
+            ).routes(),
             *TrainingRoutes(
                 self._store, self._scheduler, self._samplers,
-                model_name=name, tokenizer=base, vocab_size=vocab_size, max_len=max_len,
+                model_name=name, tokenizer=base, vocab_size=vocab_size, is_tied=is_tied, max_len=max_len,
             ).routes(),
             *SamplingRoutes(self._store, self._samplers, model_name=name, vocab_size=vocab_size).routes(),
             *checkpoints.routes(),

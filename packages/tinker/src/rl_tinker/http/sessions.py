@@ -39,12 +39,15 @@ class SessionRoutes:
         store: Records.
         scheduler: Queue of operations.
         model_name: Name of the base model.
+        is_tied: Whether the base model's output layer is its embedding.
         max_len: Longest sequence, tokens.
     """
 
-    def __init__(self, store: Store, scheduler: Scheduler, *, model_name: str, max_len: int) -> None:
+    def __init__(
+        self, store: Store, scheduler: Scheduler, *, model_name: str, is_tied: bool, max_len: int
+    ) -> None:
         self._store, self._scheduler = store, scheduler
-        self._model_name, self._max_len = model_name, max_len
+        self._model_name, self._is_tied, self._max_len = model_name, is_tied, max_len
 
     def routes(self) -> list[tuple[str, str, Callable[[Call], Awaitable[Any]]]]:
         """Method, path and handler of each route."""
@@ -107,7 +110,12 @@ class SessionRoutes:
         )
         await self._store.journal.write(db.put(session))
         self._store.apply([session])
-        return {"session_id": session.id, "type": "create_session"}
+        note = f"the output layer of {self._model_name} is its embedding: train_unembed has no effect"
+        return {
+            "session_id": session.id,
+            "type": "create_session",
+            "info_message": note if self._is_tied else None,
+        }
 
     async def heartbeat(self, call: Call) -> Any:
         """Keep a session alive; in memory alone, since a server that starts anew gives every session its full time."""

@@ -41,6 +41,7 @@ class TrainingRoutes:
         model_name: Name of the base model.
         tokenizer: Folder or id of its tokenizer.
         vocab_size: Token ids of the base model.
+        is_tied: Whether its output layer is its embedding, which no adapter goes on.
         max_len: Longest row, tokens.
     """
 
@@ -53,11 +54,12 @@ class TrainingRoutes:
         model_name: str,
         tokenizer: str,
         vocab_size: int,
+        is_tied: bool,
         max_len: int,
     ) -> None:
         self._store, self._scheduler, self._samplers = store, scheduler, samplers
         self._model_name, self._tokenizer = model_name, tokenizer
-        self._vocab_size, self._max_len = vocab_size, max_len
+        self._vocab_size, self._is_tied, self._max_len = vocab_size, is_tied, max_len
 
     def routes(self) -> list[tuple[str, str, Callable[[Call], Awaitable[Any]]]]:
         """Method, path and handler of each route."""
@@ -86,14 +88,16 @@ class TrainingRoutes:
             raise UnsupportedError("this server trains LoRA adapters; give a lora_config")
         if not 1 <= lora.rank <= MAX_RANK:
             raise RequestError(f"lora_config.rank={lora.rank} must be from 1 to {MAX_RANK}")
-        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-            raise RequestError("lora_config adapts nothing; set train_attn, train_mlp or train_unembed")
+        train_unembed = lora.train_unembed and not self._is_tied
+        if not (lora.train_attn or lora.train_mlp or train_unembed):
+            tied = "; the output layer of this model is its embedding" if self._is_tied else ""
+            raise RequestError(f"lora_config adapts nothing; set train_attn or train_mlp{tied}")
         adapter = AdapterSpec(
             rank=lora.rank,
             seed=random.SystemRandom().randrange(2**31) if lora.seed is None else lora.seed,
             train_attn=lora.train_attn,
             train_mlp=lora.train_mlp,
-            train_unembed=lora.train_unembed,
+            train_unembed=train_unembed,
         )
         return await self._create(call, session, request.model_seq_id, adapter, Kind.CREATE, request.user_metadata)
 

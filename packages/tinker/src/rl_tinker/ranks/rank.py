@@ -26,7 +26,7 @@ from rl_tinker.ranks.__main__ import end_with_parent
 from rl_tinker.ranks.modules import lora_modules
 from rl_tinker.types import ServeConfig
 from rl_tinker.wire.results import encode_forward_backward
-from rl_tinker.wire.rows import ForwardBackward, decode_forward_backward
+from rl_tinker.wire.rows import Row, decode_forward_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -207,9 +207,14 @@ def model_key(model: str) -> str:
     return model.replace(":", "-").replace(".", "-")
 
 
-def training_row(model: str, row: Any) -> TrainingRow:
+def training_row(model: str, row: Row) -> TrainingRow:
     """Row of a request as the worker takes it."""
-    return TrainingRow(adapter=model, token_ids=row.tokens, target_token_ids=row.targets, inputs=row.inputs)
+    return TrainingRow(
+        adapter=model,
+        token_ids=row.tokens.tolist(),
+        target_token_ids=row.targets.tolist(),
+        inputs={name: column.tolist() for name, column in row.inputs.items()},
+    )
 
 
 def main() -> None:

@@ -122,8 +122,8 @@ class ModelOperations:
         checkpoint = self._store.checkpoints.get(request.path)
         if checkpoint is None or (checkpoint.tenant != model.tenant and not checkpoint.is_public):
             raise RequestError(f"there is no checkpoint {request.path!r}; it may have expired")
-        if request.optimizer and checkpoint.kind != "training":
-            raise RequestError(f"{request.path} was saved for a sampler, without the optimizer; load it without")
+        if checkpoint.kind != "training":
+            raise RequestError(f"{request.path} was not saved by save_state; load one that was")
         if _shape(checkpoint) != _shape(model):
             raise RequestError(
                 f"{request.path} is an adapter with {_shape(checkpoint)}, and {model.id} has {_shape(model)}"

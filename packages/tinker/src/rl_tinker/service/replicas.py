@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 from collections import OrderedDict
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+import torch
+from safetensors.torch import load_file
+
 from rl_ckpt.registry import connect
 from rl_rollout.errors import RolloutError
 from rl_rollout.registry import create_receiver, create_router, launch_server
 from rl_rollout.types import ServerConfig, ServerParallel
+from rl_tinker.errors import QuotaError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
     from pathlib import Path
+
+    from torch import Tensor
 
     from rl_ckpt.base import WeightSender
     from rl_rollout.base import ReceiverSession, ServerGroup
@@ -29,7 +37,7 @@ class Replicas:
     Args:
         config: Configuration of the server.
         model_folder: Folder of the base model.
-        folder_of: Folder of a checkpoint.
+        checkpoints_folder: Folder of the checkpoints' folders.
     """
 
     def __init__(self, config: ServeConfig, model_folder: str, checkpoints_folder: Path) -> None:
@@ -56,7 +64,7 @@ class Replicas:
             timeout_s=self._config.timeout_s,
             dtype=self._config.dtype,
             parallel=ServerParallel(tp=self._config.server_tp),
-            options=self._options(),
+            options={"max_adapters": self._config.max_adapters},
         )
         backend = self._config.server_backend
         router = create_router([launch_server(backend, config) for _ in range(self._config.server_replicas)])
@@ -127,4 +135,38 @@ class Replicas:
 
     async def _load(self, folder: str) -> None:
         """Send an adapter to all servers, in the room of the ones that were used least recently."""
-        raise NotImplementedError
+        tensors = await asyncio.to_thread(adapter_tensors, self._folder / folder)
+        weights = {f"adapters.{folder}.{name}": tensor for name, tensor in tensors.items()}
+        excess = len(self._loaded) + 1 - self._config.max_adapters
+        idle = [each for each in self._loaded if each not in self._users][: max(excess, 0)]
+        if len(idle) < excess:
+            raise QuotaError(
+                f"max_adapters={self._config.max_adapters} adapters are sampled at the same time; send it again later"
+            )
+        weights |= {f"adapters.{each}.removed": torch.zeros(1) for each in idle}
+        await self._send(weights)
+        for each in idle:
+            del self._loaded[each]
+        self._loaded[folder] = folder
+
+    async def _send(self, weights: dict[str, Tensor]) -> None:
+        """Send tensors to all servers, which attest them before the new version serves."""
+        assert self._sender is not None, "it is opened with the servers"
+        assert self._receiver is not None, "it is opened with the servers"
+        router = self._running()
+        self._version += 1
+        sending = self._sender.send_weights(weights.items(), version=self._version, num_peers=len(router.servers))
+        sent, updated = await asyncio.gather(
+            sending, router.update_weights(self._receiver, self._version), return_exceptions=True
+        )
+        for outcome in (updated, sent):
+            if isinstance(outcome, BaseException):
+                raise outcome if isinstance(outcome, RolloutError) else RolloutError(str(outcome)) from outcome
+
+
+def adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """Tensors of an adapter in peft's format, by name, with its scaling."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    rank = config["r"]
+    scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return load_file(folder / "adapter_model.safetensors") | {"scaling": torch.tensor(scaling)}

@@ -229,5 +229,5 @@ class Store:
 
 
 def is_optimizer_file(name: str) -> bool:
-    """Whether a file of a state holds the optimizer's part, which a sampler does not need."""
-    return "optim" in name
+    """Whether a file of a state holds the optimizer's part, or its manifest, which a sampler does not need."""
+    return "optim" in name or name == "manifest.json"
