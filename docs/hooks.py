@@ -24,6 +24,7 @@ PACKAGES = {
     "ckpt": "packages/ckpt",
     "tq": "packages/tq",
     "tq-compat": "packages/tq-compat",
+    "tinker": "packages/tinker",
     "csrc": "csrc",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")

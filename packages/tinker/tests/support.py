@@ -5,7 +5,6 @@ import threading
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-
 from rl_rollout.types import FinishReason, TokenOutput
 from rl_tinker.server import TinkerServer
 from rl_tinker.testing import FakeGroup

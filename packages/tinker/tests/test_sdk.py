@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import tinker
+from packages.tinker.tests.support import KEY, FakeReplicas, running
 from tinker import types
 
-from packages.tinker.tests.support import KEY, FakeReplicas, running
 from rl_tinker.testing import FakeGroup
 
 pytestmark = [
@@ -59,6 +59,7 @@ def model_of(service, **options):
     return service.create_lora_training_client(base_model="tiny", rank=4, seed=3, **options).result()
 
 
+@pytest.mark.promise("The published tinker SDK works unchanged")
 def test_a_step_through_the_sdk_changes_the_model(service, group):
     client = model_of(service)
     passed = client.forward_backward([datum()] * 3, "cross_entropy")
@@ -73,6 +74,7 @@ def test_a_step_through_the_sdk_changes_the_model(service, group):
     assert group.values[client.model_id] == 7.5
 
 
+@pytest.mark.promise("Requests of one model run in order however many are pipelined")
 def test_pipelined_requests_run_in_order(service, group):
     client = model_of(service)
     group.calls.clear()
@@ -229,6 +231,7 @@ def test_errors_are_sentences_for_the_user(service):
         service.create_lora_training_client(base_model="other").result()
 
 
+@pytest.mark.promise("A NaN fails the requests that caused it alone")
 def test_a_gradient_that_is_not_finite_fails_its_step_alone(service):
     client = model_of(service)
     client.forward_backward([datum(weight=3e38)] * 4, "cross_entropy").result()

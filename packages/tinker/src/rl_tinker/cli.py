@@ -26,7 +26,7 @@ _DOTTED = ("model_path", "model_name", "server_backend", "server_replicas", "ser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `rl-tinker`. Returns 2, with one sentence on standard error, for errors that the caller can fix."""
+    """Entry point of `rl-tinker`. Returns 2, with a sentence on standard error, for errors that the caller can fix."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         match given:

@@ -138,10 +138,10 @@ class TinkerServer:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
                 for session_id in await self._store.expire():
-                    await self._scheduler.unload(session_id)
-                await self._scheduler.check_gaps()
+                    self._scheduler.unload(session_id)
+                self._scheduler.check_gaps()
                 self._samplers.expire()
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged, and the server goes on
                 _log.exception("housekeeping failed; it is tried again")
 
 

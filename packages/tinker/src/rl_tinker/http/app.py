@@ -156,7 +156,7 @@ class Application:
             return _error(error, 503)
         except (web.HTTPException, asyncio.CancelledError):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged, and the server goes on
             _log.exception("%s %s", request.method, request.path)
             return _error(error, 500)
 

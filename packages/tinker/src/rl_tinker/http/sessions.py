@@ -43,9 +43,7 @@ class SessionRoutes:
         max_len: Longest sequence, tokens.
     """
 
-    def __init__(
-        self, store: Store, scheduler: Scheduler, *, model_name: str, is_tied: bool, max_len: int
-    ) -> None:
+    def __init__(self, store: Store, scheduler: Scheduler, *, model_name: str, is_tied: bool, max_len: int) -> None:
         self._store, self._scheduler = store, scheduler
         self._model_name, self._is_tied, self._max_len = model_name, is_tied, max_len
 
@@ -130,7 +128,7 @@ class SessionRoutes:
             return Reply(status=204)
         session.finished = "its client finished it"
         await self._store.journal.write(db.put(session))
-        await self._scheduler.unload(session.id)
+        self._scheduler.unload(session.id)
         return Reply(status=204)
 
     async def get(self, call: Call) -> Any:

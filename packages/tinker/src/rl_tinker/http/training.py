@@ -248,8 +248,8 @@ class TrainingRoutes:
             return await self._retrieve_sample(call, request_id)
         if not await self._store.wait_for(operation, POLL_S):
             return _try_again(request_id)
-        result = operation.result or self._store.journal.result(request_id)
-        return Reply(body=result, content_type=operation.content_type)
+        ended = self._store.operations[request_id]
+        return Reply(body=ended.result or self._store.journal.result(request_id), content_type=ended.content_type)
 
     async def _retrieve_sample(self, call: Call, request_id: str) -> Any:
         task = self._samplers.task(call.tenant, request_id)

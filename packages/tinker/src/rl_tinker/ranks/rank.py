@@ -54,7 +54,7 @@ class Rank:
         self._full: str | None = None
         """Model whose weights are those of the base model itself."""
         self._worker: Any = self._build(is_full=False)
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+        self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
         self.index, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
     def _build(self, *, is_full: bool) -> Any:

@@ -20,7 +20,7 @@ from rl_rollout.types import ServerConfig, ServerParallel
 from rl_tinker.errors import QuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
     from torch import Tensor
@@ -115,7 +115,7 @@ class Replicas:
         return self._running().generate_stream(request)
 
     @asynccontextmanager
-    async def adapter(self, checkpoint: Checkpoint | None) -> AsyncIterator[str | None]:
+    async def adapter(self, checkpoint: Checkpoint | None) -> AsyncGenerator[str | None]:
         """Name of a checkpoint's adapter in the servers, which stays there inside; None for the base model."""
         if checkpoint is None or checkpoint.adapter is None:
             yield None

@@ -58,6 +58,8 @@ class Scheduler:
         """Operations that wait, by model and number."""
         self._served: dict[str, float] = {}
         """Tokens that each tenant has been served, or would have been since it came back."""
+        self._ended_sessions: list[str] = []
+        self._checks_gaps = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.tokens_served = 0
@@ -119,25 +121,35 @@ class Scheduler:
         if operation.status == Status.PENDING:
             operation.attempts = _CANCELLED
 
-    async def unload(self, session_id: str) -> None:
-        """Free the models of a session that ended; their operations that wait fail."""
-        for model in self._store.models.values():
-            if model.session == session_id and not model.is_unloaded:
-                model.is_unloaded = True
-                for operation in sorted(self._queues.get(model.id, {}).values(), key=lambda each: each.seq):
-                    await self._finish(operation, model, failure("the session has ended", is_user=True))
-                await self._store.journal.write(db.put(model), db.forget_bodies(model.id, 2**62))
+    def unload(self, session_id: str) -> None:
+        """Have the models of a session that ended freed, between two commands; their operations that wait fail."""
+        self._ended_sessions.append(session_id)
+        self._wake.set()
 
-    async def check_gaps(self) -> None:
-        """Fail operations that have waited too long for one that never arrived."""
-        now = time.time()
-        for model_id, queue in list(self._queues.items()):
-            model = self._store.models[model_id]
-            if not queue or model.next_seq in queue or now - min(each.created for each in queue.values()) < GAP_S:
-                continue
-            reason = f"operation {model.next_seq} of {model_id} did not arrive within {GAP_S:.0f} s"
-            for operation in sorted(queue.values(), key=lambda each: each.seq):
-                await self._finish(operation, model, failure(reason, is_user=True))
+    def check_gaps(self) -> None:
+        """Have operations failed that have waited too long for one that never arrived, between two commands."""
+        self._checks_gaps = True
+        self._wake.set()
+
+    async def _do_chores(self) -> None:
+        while self._ended_sessions:
+            session_id = self._ended_sessions.pop()
+            for model in [each for each in self._store.models.values() if each.session == session_id]:
+                unloaded = msgspec.structs.replace(model, is_unloaded=True)
+                await self._store.journal.write(db.put(unloaded), db.forget_bodies(model.id, 2**62))
+                self._store.apply([unloaded])
+                await self._fail_waiting(model.id, "the session has ended")
+        if self._checks_gaps:
+            self._checks_gaps, now = False, time.time()
+            for model_id, queue in list(self._queues.items()):
+                missing = self._store.models[model_id].next_seq
+                if queue and missing not in queue and now - min(each.created for each in queue.values()) > GAP_S:
+                    reason = f"operation {missing} of {model_id} did not arrive within {GAP_S:.0f} s"
+                    await self._fail_waiting(model_id, reason)
+
+    async def _fail_waiting(self, model_id: str, reason: str) -> None:
+        for operation in sorted(self._queues.get(model_id, {}).values(), key=lambda each: each.seq):
+            await self._finish(operation, self._store.models[model_id], failure(reason, is_user=True))
 
     def next_batch(self) -> list[Operation]:
         """Operations that run next: one, or passes of several models that the processes can run together."""
@@ -163,13 +175,15 @@ class Scheduler:
 
     async def _run(self) -> None:
         failures = 0
+        batch: list[Operation] = []
         while True:
-            batch = self.next_batch()
-            if not batch:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
             try:
+                await self._do_chores()
+                batch = self.next_batch()
+                if not batch:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
                 await self._run_batch(batch)
                 failures = 0
             except RanksLostError as error:
@@ -177,11 +191,11 @@ class Scheduler:
                 await self._give_up(batch, error)
                 await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
                 failures += 1
-            except JournalError as error:  # nothing was acknowledged: what ran is run again from the durable state
-                _log.exception("journal: %s", error)
+            except JournalError:  # nothing was acknowledged: what ran is run again from the durable state
+                _log.exception("the journal cannot be written")
                 self._work.forget_all()
                 await asyncio.sleep(_RETRY_S[-2])
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged, and the server goes on
                 _log.exception("an error of this program; the operation fails")
                 for operation in batch:
                     self._work.forget(operation.model)
@@ -209,28 +223,40 @@ class Scheduler:
 
     async def _finish(self, operation: Operation, model: Model, outcome: dict[str, Any]) -> None:
         """Commit the outcome of an operation together with what it changes, then announce it."""
-        statements: list[db.Statement] = list(outcome.get("statements", ()))
-        old_state = model.state
-        operation.finished = model.last_request = time.time()
-        operation.status = Status.FAILED if "error" in outcome else Status.DONE
-        operation.result = outcome.get("result") or msgspec.json.encode(
-            {"error": outcome.get("error"), "category": outcome.get("category")}
+        ended = _ended(operation, outcome)
+        changed = msgspec.structs.replace(
+            model,
+            last_request=ended.finished,
+            next_seq=max(model.next_seq, operation.seq + 1),
+            state=outcome.get("state", model.state),
+            step=model.step + outcome.get("steps", 0),
         )
-        operation.content_type = outcome.get("content_type", "application/json")
-        if operation.kind != Kind.FORWARD_BACKWARD or operation.status == Status.FAILED:
-            operation.body = b""
-        model.next_seq = max(model.next_seq, operation.seq + 1)
-        model.state = outcome.get("state", model.state)
-        model.step += outcome.get("steps", 0)
+        records = [*outcome.get("records", ()), changed]
+        statements: list[db.Statement] = [db.finish(ended), *map(db.put, records), *outcome.get("statements", ())]
         if outcome.get("drops_gradient"):
             statements.append(db.forget_bodies(model.id, operation.seq))
-        records = outcome.get("records", ())
-        await self._store.journal.write(db.finish(operation), db.put(model), *map(db.put, records), *statements)
-        self._store.apply(records)
+        await self._store.journal.write(*statements)
+        # Nothing is visible before it is on disk.
         if outcome.get("drops_gradient"):
             for each in self._store.gradient_of(model):
                 each.body = b""
+        self._store.apply(records)
+        self._store.end(ended)
         self._queues[model.id].pop(operation.seq, None)
-        self._store.announce(operation)
-        if model.state != old_state:
-            await self._store.remove_state(old_state)
+        if changed.state != model.state:
+            await self._store.remove_state(model.state)
+
+
+def _ended(operation: Operation, outcome: dict[str, Any]) -> Operation:
+    """The operation with its outcome; its body stays only if a restored model needs it for its gradient."""
+    failed = "error" in outcome
+    error = {"error": outcome.get("error"), "category": outcome.get("category")}
+    keeps_body = operation.kind == Kind.FORWARD_BACKWARD and not failed
+    return msgspec.structs.replace(
+        operation,
+        finished=time.time(),
+        status=Status.FAILED if failed else Status.DONE,
+        result=msgspec.json.encode(error) if failed else outcome["result"],
+        content_type=outcome.get("content_type", "application/json"),
+        body=operation.body if keeps_body else b"",
+    )

@@ -195,15 +195,16 @@ class Store:
             event = self._changed.setdefault(operation.id, asyncio.Event())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), timeout_s)
-        return operation.status != Status.PENDING
+        return self.operations[operation.id].status != Status.PENDING
 
     def add(self, operation: Operation) -> None:
         """Add an operation that the journal has."""
         self.operations[operation.id] = operation
         self.pending[operation.tenant] += 1
 
-    def announce(self, operation: Operation) -> None:
-        """Count an operation as ended, and wake those who wait for it."""
+    def end(self, operation: Operation) -> None:
+        """Replace an operation by its committed outcome, and wake those who wait for it."""
+        self.operations[operation.id] = operation
         self.pending[operation.tenant] -= 1
         if (event := self._changed.pop(operation.id, None)) is not None:
             event.set()
