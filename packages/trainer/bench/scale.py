@@ -138,7 +138,7 @@ class ScaledJob(QueueJob):
         super().__init__(config, self.fake, num_rows=1_000_000, poll_s=0.25)
         self.source.order.at(0)  # shuffles the epoch
         self.source.evaluate = lambda rows: Evaluation(reward=0.0, accuracy=None)
-        agents = AgentReplicas(Members(AGENTS, self.roll_out, self.others), [])
+        agents = AgentReplicas(Members(AGENTS, self.roll_out, self.others), {})
         self.source._agents = agents
         self.source._queue = Timed(self.fake.queue, self.of_queue)
         self.actor = Group(num_ranks, self.others)

@@ -62,7 +62,7 @@ def agent_worker(monkeypatch):
         monkeypatch.setattr(agent, "PromptMeter", lambda *_, **__: meter)
         monkeypatch.setattr(agent, "Replicas", lambda _: SimpleNamespace(router=FakeServer()))
         monkeypatch.setattr(agent, "create_runner", lambda *_: rl_agent.AgentRunner(lambda _: loop(None, None)))
-        given = {"has_baseline": options.pop("has_baseline", False), "model_path": "", "servers": []}
+        given = {"has_baseline": options.pop("has_baseline", False), "model_paths": {"": ""}, "servers": {"": ()}}
         config = Config(rollout=RolloutSection(max_new_tokens=5), runtime="inline", **options)
         context = WorkerContext(rank=0, world_size=1)
         return agent.AgentWorker(context, config=config, queue_address="", timeout_s=60.0, **given)

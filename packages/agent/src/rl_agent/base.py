@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_agent.errors import LoopError
@@ -41,6 +43,14 @@ class StreamingGenerator(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Policy that acts in an environment: its servers, and the tokenizer of its model."""
+
+    server: Generator
+    tokenizer: Tokenizer
+
+
 class AgentLoop(ABC):
     """Agent loop: turns one dataset row into one trajectory, or several.
 
@@ -63,9 +73,25 @@ class AgentLoop(ABC):
                 "run(self, sampling_params, row), where row is the dataset row as one mapping"
             ) from error
 
+    policies: Mapping[str, Policy] = MappingProxyType({})
+    """Policies by name, where there are several; `server` and `tokenizer` are those of the default one."""
+
     def __init__(self, server: Generator, tokenizer: Tokenizer) -> None:
         self.server = server
         self.tokenizer = tokenizer
+
+    def policy(self, name: str = "") -> Policy:
+        """Policy of this name; by default the one of `server`. Its trajectories have the name as `policy`.
+
+        Raises:
+            LoopError: there is none of this name.
+        """
+        if not name:
+            return Policy(self.server, self.tokenizer)
+        if name not in self.policies:
+            there = f"there are {', '.join(self.policies)}" if self.policies else "there is one, which has no name"
+            raise LoopError(f"the agent loop asks for policy {name!r}, and {there}")
+        return self.policies[name]
 
     @abstractmethod
     async def run(

@@ -15,7 +15,7 @@ from rl_agent.errors import LoopError, PluginError, SandboxError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from rl_agent.base import CodeGrader, Generator, PromptTokenizer, RolloutRunner
+    from rl_agent.base import CodeGrader, Generator, Policy, PromptTokenizer, RolloutRunner
     from rl_agent.environments.base import EnvironmentSource
     from rl_agent.sandbox.base import SandboxKind
     from rl_agent.sandbox.launches import ScriptReader
@@ -27,7 +27,14 @@ SANDBOXES = "rl_agent.sandboxes"
 _ALL_HAVE = {"self", "args", "kwargs", "common", "limits", "max_running"}
 
 
-def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Tokenizer, **options: Any) -> AgentLoop:
+def create_loop(
+    name: str | type[AgentLoop],
+    server: Generator,
+    tokenizer: Tokenizer,
+    policies: Mapping[str, Policy] | None = None,
+    /,
+    **options: Any,
+) -> AgentLoop:
     """Create the agent loop called `name`, or one of a class of the caller's own.
 
     Args:
@@ -36,6 +43,7 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
             `gui` and `harness`.
         server: Generator of tokens: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
+        policies: Policies by name, where several act, the default one among them.
         **options: Keyword arguments of the loop's own constructor; see its class.
 
     Raises:
@@ -48,7 +56,9 @@ def create_loop(name: str | type[AgentLoop], server: Generator, tokenizer: Token
     known = [p.name for p in inspect.signature(loop).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := [option for option in options if option not in known]:
         raise LoopError(f"agent loop {name!r} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
-    return loop(server, tokenizer, **options)
+    made: AgentLoop = loop(server, tokenizer, **options)
+    made.policies = policies or made.policies
+    return made
 
 
 def load_plugin(kind: Literal["parsers", "tools", "environments"], name: str) -> Any:

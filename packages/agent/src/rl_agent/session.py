@@ -31,6 +31,7 @@ class Session:
         max_completion_tokens: Most tokens after the prompt, context included; None leaves it to the server.
         images: Data URLs of the prompt's images.
         template: Turn template of the tokenizer; None for a session of one turn.
+        policy: Name of the policy of server and tokenizer, where there are several.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Session:
         max_completion_tokens: int | None = None,
         images: Sequence[str] = (),
         template: TurnTemplate | None = None,
+        policy: str = "",
     ) -> None:
+        self._policy = policy
         self._server = server
         self._tokenizer = tokenizer
         self._template = template
@@ -172,6 +175,7 @@ class Session:
             images=tuple(self._images),
             metrics={"generate_s": self._generate_s, **(metrics or {})},
             extra_fields=dict(extra_fields or {}),
+            policy=self._policy,
         )
 
 

@@ -153,6 +153,8 @@ class AgentLoopOutput:
     """Data URLs of the images in prompt and completion, unchanged, in the order of their placeholders."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further data of the loop that travels with the sample."""
+    policy: str = ""
+    """Name of the policy that generated it, of several; empty: the default one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

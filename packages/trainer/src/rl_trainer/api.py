@@ -125,7 +125,14 @@ class Run:
 
     @property
     def model_path(self) -> Path:
-        """Folder of the trained model, as Hugging Face's libraries read it; waits for the end."""
+        """Folder of the trained model, as Hugging Face's libraries read it; waits for the end.
+
+        Raises:
+            ConfigError: there are several; theirs are `policies/NAME/model` of the checkpoint.
+        """
+        if self.config.policies:
+            names = ", ".join(self.config.policies)
+            raise ConfigError(f"the run has the policies {names}: see policies/NAME/model in summary['checkpoint']")
         return Path(self.summary["checkpoint"]) / "model"
 
     def wait(self) -> Run:

@@ -40,7 +40,7 @@ _OF_THE_PROCESS = ("output_dir", "resume_from")
 """Keys in which a resumed run always differs."""
 _ENGINE_MANIFEST = "manifest.json"
 """Manifest in each engine's folder, see `rl_engine.base.Engine.save_checkpoint`."""
-_FOLDERS = ("queue", "model", "reference")
+_FOLDERS = ("queue", "model", "reference", "policies/*/model", "policies/*/reference")
 """Folders of a checkpoint other than those of engines."""
 LOGS = ("metrics.jsonl", "prompts.jsonl")
 """Files of a run with one line per step."""
@@ -75,7 +75,9 @@ class RunState:
     inputs: Mapping[str, str] = field(default_factory=dict[str, str])
     """Digests of what the run reads, see `rl_trainer.inputs`."""
     engines: tuple[str, ...] = ("engine",)
-    """Folders of actor and critic; with `engine.async_checkpoints` they are complete after the state file."""
+    """Folders of actors and critics; with `engine.async_checkpoints` they are complete after the state file."""
+    policies: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict[str, Any])
+    """By name, the coefficients of each of several policies."""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The configuration of the run that wrote it, as `as_tree` gives it."""
 
@@ -114,26 +116,45 @@ class RunState:
         """Changed keys of a resumed run, as `key=value (was value)`."""
         before, after = flat(self.config), flat(as_tree(config))
         keys = [key for key in after | before if key not in _OF_THE_PROCESS] if before else []
-        if before.get("model.path") is None:  # it was made, and is given to those that go on
-            keys = [key for key in keys if key != "model.path"]
+        made = [key for key in keys if key.endswith("model.path") and before.get(key) is None]  # given to later runs
+        keys = [key for key in keys if key not in made]
         return [f"{key}={after.get(key)} (was {before.get(key)})" for key in keys if after.get(key) != before.get(key)]
 
     def after(self, record: StepRecord, components: Components, config: Config) -> dict[str, Any]:
         """State after a step, as JSON values."""
         order = components.source.order.state_dict()
+        policies = components.by_policy
+        coefs = {name: _coefs_of(own) for name, own in policies.items()}
         return asdict(self) | {
             "step": record.step,
             "position": record.position,
             "pending": [*record.pending, *order.pop("returned")],
             "held": [*record.held],
             "history": {} if components.replay is None else components.replay.state(),
-            "kl_coef": components.kl.coef if components.kl.target else None,
-            "entropy_coef": components.entropy.coef if components.entropy.target else None,
+            **coefs.get("", {}),
+            "policies": {name: own for name, own in coefs.items() if name},
             "order": order,
             "pipeline": config.pipeline,
-            "engines": ["engine", *(["critic"] if components.critic is not None else [])],
+            "engines": [
+                (folder_of(Path(), policy) / name).as_posix()
+                for policy, own in policies.items()
+                for name in ("engine", *(["critic"] if own.critic is not None else []))
+            ],
             "config": as_tree(config),
         }
+
+
+def folder_of(folder: Path, policy: str) -> Path:
+    """Folder of a policy in a checkpoint or in `output_dir`; the whole of it where there is one policy."""
+    return folder / "policies" / policy if policy else folder
+
+
+def _coefs_of(components: Components) -> dict[str, float | None]:
+    kl, entropy = components.kl, components.entropy
+    return {
+        "kl_coef": kl.coef if kl.target else None,
+        "entropy_coef": entropy.coef if entropy.target else None,
+    }
 
 
 def is_complete(folder: Path) -> bool:
@@ -236,13 +257,15 @@ def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None
     (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier attempt at the same step
     if state["held"] or state["history"].get("groups"):
         components.queue.snapshot(folder / "queue")
-    components.actor.save_checkpoint(str(folder / "engine"), state["step"])
-    components.actor.save_model(str(folder / "model"))
-    if components.critic is not None:
-        components.critic.save_checkpoint(str(folder / "critic"), state["step"])
-    if components.ema_reference is not None:
-        components.ema_reference.save(folder)
-    files = (path for name in _FOLDERS for path in (folder / name).rglob("*") if path.is_file())
+    for policy, own in components.by_policy.items():
+        at = folder_of(folder, policy)
+        own.actor.save_checkpoint(str(at / "engine"), state["step"])
+        own.actor.save_model(str(at / "model"))
+        if own.critic is not None:
+            own.critic.save_checkpoint(str(at / "critic"), state["step"])
+        if own.ema_reference is not None:
+            own.ema_reference.save(at)
+    files = (path for name in _FOLDERS for at in folder.glob(name) for path in at.rglob("*") if path.is_file())
     names = sorted(path.relative_to(folder).as_posix() for path in files)
     write_manifest(folder / STATE_FILE, state, digest_files(folder, names))
 
@@ -262,16 +285,20 @@ def finish(components: Components) -> None:
     Raises:
         Exception: what the writing of the last checkpoint failed with.
     """
-    if components.critic is not None:
-        components.critic.finish()
-    components.actor.finish()  # last: its process group is the critic's too
+    policies = components.by_policy.values()
+    for own in policies:
+        if own.critic is not None:
+            own.critic.finish()
+    for own in policies:
+        own.actor.finish()  # last: its process group is the critic's too
 
 
 def load(components: Components, folder: Path) -> None:
     """Load the engines' state. The queue was served with its snapshot already."""
-    components.actor.load_checkpoint(str(folder / "engine"))
-    if components.critic is not None:
-        components.critic.load_checkpoint(str(folder / "critic"))
+    for policy, own in components.by_policy.items():
+        own.actor.load_checkpoint(str(folder_of(folder, policy) / "engine"))
+        if own.critic is not None:
+            own.critic.load_checkpoint(str(folder_of(folder, policy) / "critic"))
 
 
 def queue_snapshot(config: Config, state: RunState) -> str | None:
@@ -285,7 +312,8 @@ def forget_after(output_dir: Path, step: int) -> None:
 
     The evaluation with which an earlier process resumed from `step` is removed too.
     """
-    samples.forget_after(output_dir, step)
+    for folder in (output_dir, *output_dir.glob("policies/*")):
+        samples.forget_after(folder, step)
     for log in (output_dir / name for name in LOGS):
         if not log.is_file():
             continue
@@ -299,7 +327,7 @@ def _time_of(line: str) -> float:
         found = json.loads(line)
     except json.JSONDecodeError:  # the process was killed while it wrote the line
         return float("inf")
-    is_evaluation = found.get("reward", 0.0) is None and not found["metrics"]
+    is_evaluation = found.get("reward", 0.0) is None
     return found["step"] + (0.5 if is_evaluation and found["step"] else 0.0)
 
 

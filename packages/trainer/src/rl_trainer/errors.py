@@ -18,8 +18,13 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rl_engine.errors import errno_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 
 class TrainerError(Exception):
@@ -40,6 +45,17 @@ class DataError(InputError):
 
 class PlanError(InputError):
     """Settings that are fine alone cannot work together."""
+
+
+@contextmanager
+def naming_policy(name: str) -> Generator[None]:
+    """Put the key of a policy before the input errors of the body; an empty name is that of a run with one policy."""
+    try:
+        yield
+    except InputError as error:
+        if not name:
+            raise
+        raise type(error)(f"policies.{name}: {error}") from error
 
 
 class PlacementError(TrainerError, RuntimeError):

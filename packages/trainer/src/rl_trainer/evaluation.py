@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import rl_agent.registry
 import rl_rollout.registry
+from rl_agent.base import Policy
 from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipeline.roles import server_config
 from rl_trainer.pipeline.rollout_source import hash_seed
@@ -128,7 +129,7 @@ async def sample(
     scorer = Scorer(config.reward, thinking=thinking)
     await router.start()
     try:
-        runner = create_runner(config.agent, router, tokenizer)
+        runner = create_runner(config.agent, {"": Policy(router, tokenizer)})
         sampling: Mapping[str, Any] = {
             "temperature": rollout.eval_temperature if num_samples == 1 else rollout.temperature,
             "top_p": rollout.top_p,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_trainer.config import as_tree
+from rl_trainer.pipeline.roles import policies_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -37,12 +38,14 @@ def digest_inputs(config: Config, datasets: Datasets) -> dict[str, str]:
     """
     found = {"training rows": digest_rows(datasets.train)} if datasets.stream is None else {}
     found["held-out rows"] = digest_rows(datasets.eval)
-    if config.model.path is not None and Path(config.model.path).is_dir():
-        folder = Path(config.model.path)
+    for policy, own in policies_of(config).items():
+        if own.model.path is None or not Path(own.model.path).is_dir():
+            continue
+        folder, of = Path(own.model.path), f" of {policy}" if policy else ""
         found |= {
-            "base model": _files(folder, _WEIGHTS, _sampled),
-            "tokenizer": _files(folder, _TOKENIZER, _without_template),
-            "chat template": _files(folder, (*_TEMPLATE, "tokenizer_config.json"), _template),
+            f"base model{of}": _files(folder, _WEIGHTS, _sampled),
+            f"tokenizer{of}": _files(folder, _TOKENIZER, _without_template),
+            f"chat template{of}": _files(folder, (*_TEMPLATE, "tokenizer_config.json"), _template),
         }
     for file in sorted(set(_plug_ins(as_tree(config)))):
         found[f"code of {file.name}"] = _hex([file.read_bytes()])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rl_trainer.algorithms import estimator_named
 from rl_trainer.algorithms.kl_controller import TOKEN_ENTROPY
 from rl_trainer.metrics import PhaseTimer, StepRecord, receipt_of
-from rl_trainer.pipeline.roles import has_old_pass, update_barrier
+from rl_trainer.pipeline.roles import has_old_pass, policies_of, update_barrier
 from rl_trainer.pipeline.rollout_source import Generated, StopRequestedError, hash_seed, take_parts
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.pipeline.step_record import ages_of, record_of
@@ -84,25 +84,31 @@ def steps_of(
         RolloutFailedError: a batch cannot be filled.
     """
     source, timer = components.source, timer or PhaseTimer()
+    policies = policies_of(config)
+    teams = {name: (own, policies[name]) for name, own in components.by_policy.items()}
     schedule = create_schedule(config).starting(start_step + 1, is_ahead=bool(components.held))
     yield begin(components, eval_rows if first_rows is None else first_rows, start_step, timer)
     source.resume(components.held)
     for step in range(start_step + 1, config.steps + 1):
         parts: list[Generated] = []
-        scored: list[BatchMeta] = []
-        updates: list[dict[str, float]] = []
+        scored: dict[str, list[BatchMeta]] = {name: [] for name in teams}
+        updates: dict[str, list[dict[str, float]]] = {name: [] for name in teams}
         # 1. Generate and 2. claim: the whole batch, or with `batch.stream` each mini-batch as it is complete.
         for part in take_parts(source, schedule, config, step, timer):
             # 3. Check that no token is too old.
             ages_of(part, version=step, bound=schedule.bound_at(step), replay=config.batch.replay)
             with timer.phase("yield_memory"):
-                components.weights.yield_memory()
-            # 4. Score.
+                for own, _ in teams.values():
+                    own.weights.yield_memory()
             parts.append(part)
-            scored.append(score(components, config, part.batch, timer))
-            # 5. Advantages and 6. update, unless the mini-batches wait for each other.
-            if (batch := learnable(scored, config, is_last=part.is_last)) is not None:
-                updates += learn(components, config, batch, step, timer)
+            for name, (own, settings) in teams.items():  # one, unless the run has several policies
+                if not (rows := part.of_policy(name)):
+                    continue
+                # 4. Score.
+                scored[name].append(score(own, settings, rows, timer))
+                # 5. Advantages and 6. update, unless the mini-batches wait for each other.
+                if (batch := learnable(scored[name], settings, is_last=part.is_last)) is not None:
+                    updates[name] += learn(own, settings, batch, step, timer)
         # 7. Sync weights.
         receipt = sync_weights(components, schedule, step, timer)
         # 8. Finish: keep groups for replay, free the others' rows, and release prompts with the new weights.
@@ -132,21 +138,28 @@ def learnable(scored: list[BatchMeta], config: Config, *, is_last: bool) -> Batc
 
 
 def sync_weights(components: Components, schedule: Schedule, step: int, timer: PhaseTimer) -> dict[str, Any]:
-    """Sync the weights that step `step` made, as version `step + 1`, after the reference that follows them."""
-    if components.ema_reference is not None:
-        with timer.phase("update_reference"):
-            components.ema_reference.follow(step)
+    """Sync the weights that step `step` made, as version `step + 1`, after the reference that follows them.
+
+    A policy that had nothing to learn from is sent again: version `step + 1` is served by the replicas of all.
+    """
+    policies = components.by_policy
+    for own in policies.values():
+        if own.ema_reference is not None:
+            with timer.phase("update_reference"):
+                own.ema_reference.follow(step)
     if schedule.settles_before_sync and not schedule.is_on_policy:
         with timer.phase("wait_generate"):
             components.source.settle()
     with timer.phase("weight_sync"):
-        return receipt_of(components.weights.sync(step + 1))
+        receipts = {name: receipt_of(own.weights.sync(step + 1)) for name, own in policies.items()}
+    return receipts.get("", receipts)
 
 
 def begin(components: Components, eval_rows: Sequence[Row], start_step: int, timer: PhaseTimer) -> StepRecord:
     """Sync the first weights, as version `start_step + 1`, and evaluate the policy before it learns."""
     with timer.phase("weight_sync"):
-        components.weights.sync(start_step + 1)
+        for own in components.by_policy.values():
+            own.weights.sync(start_step + 1)
     held_out = evaluate(components, eval_rows, timer)
     return StepRecord.of_evaluation(start_step, held_out, timer.take(), position=components.source.position)
 

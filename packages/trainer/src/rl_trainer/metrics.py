@@ -47,6 +47,8 @@ class Evaluation:
     """Completions that failed; they are in no mean."""
     last_failure: str = ""
     """Row, type and message of one failure."""
+    policy_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Mean reward of each of several policies, as `NAME/eval_reward`."""
 
     @property
     def failures(self) -> dict[str, int]:
@@ -86,8 +88,9 @@ class StepRecord:
     """Message of the last of them."""
     last_tool_error: str = ""
     """Row, tool, type and message of the last exception that a tool raised; the model was shown it and went on."""
-    weights: Mapping[str, int | float | str] = field(default_factory=dict[str, int | float | str])
-    """Receipt of the weights that were sent after the step: version, digest, bytes, how many confirmed, seconds."""
+    weights: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Receipt of the weights that were sent after the step: version, digest, bytes, how many confirmed, seconds. Of
+    several policies a receipt each, by name."""
     metrics: Mapping[str, float]
     """Loss, KL, clip fractions, gradient norm, learning rate."""
     phase_s: Mapping[str, float]
@@ -95,7 +98,7 @@ class StepRecord:
     @property
     def is_evaluation(self) -> bool:
         """Whether the record is that of an evaluation alone."""
-        return self.reward is None and not self.metrics
+        return self.reward is None
 
     @property
     def wall_s(self) -> float:
@@ -132,7 +135,7 @@ class StepRecord:
             num_truncated=0,
             failures=found.failures,
             last_failure=found.last_failure,
-            metrics={},
+            metrics=found.policy_rewards,
             phase_s=phase_s,
         )
 

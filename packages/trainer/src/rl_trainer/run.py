@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import PositiveInt, TypeAdapter, ValidationError
@@ -30,6 +30,7 @@ from rl_trainer.inputs import digest_inputs
 from rl_trainer.metrics import PhaseTimer, Report
 from rl_trainer.output_dir import locked_output_dir, write_whole
 from rl_trainer.pipeline.elastic import Elastic
+from rl_trainer.pipeline.roles import with_model
 from rl_trainer.pipeline.rollout_source import StopRequestedError
 from rl_trainer.planning.prepare import finished, prepare, resumed
 from rl_trainer.planning.speed import first_rows
@@ -182,7 +183,7 @@ def _train(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
 
 def _again(config: Config, run: _Run) -> tuple[Config, Datasets]:
     """Configuration and data of the next attempt: from this run's newest checkpoint, else as the run began."""
-    config = replace(config, model=replace(config.model, path=str(run.model_path)))
+    config = with_model(config, run.model_path)
     newest, _ = checkpoints.newest_whole(run.output_dir)
     if newest is not None:
         config = replace(config, resume_from=str(newest))
@@ -202,7 +203,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
     from rl_trainer.loop import run_loop
 
     start, output_dir = time.perf_counter(), run.output_dir
-    inputs = digest_inputs(replace(config, model=replace(config.model, path=str(run.model_path))), datasets)
+    inputs = digest_inputs(with_model(config, run.model_path), datasets)
     state = RunState(seed=config.seed, num_rows=len(datasets.train), inputs=inputs)
     if config.resume_from is not None:
         state = replace(RunState.read(Path(config.resume_from)).for_run(config), inputs=inputs)
@@ -244,7 +245,7 @@ def _start(stack: ExitStack, config: Config, datasets: Datasets, run: _Run, stat
     with status(run.console, "starting the workers"), run.rows.going_on():
         components = place(config, runtime, run.model_path, datasets, state, output_dir=run.output_dir)
     stack.callback(components.queue.close)
-    deaths.append(components.weights.death)
+    deaths.extend(own.weights.death for own in components.by_policy.values())
     if components.num_too_long:
         longest = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
         run.console.print(f"left out {components.num_too_long} rows whose prompts are longer than {longest}")
@@ -275,7 +276,8 @@ def _recorder(
 ) -> Callable[[StepRecord], None]:
     """Takes each step's record, and prints what happened to replicas meanwhile."""
     elastic = create_elastic(config, components)
-    replica_sets = {"agent": components.agents.replica_set, "rollout": components.weights.servers}
+    rollout = {name or "rollout": own.weights.servers for name, own in components.by_policy.items()}
+    replica_sets: dict[str, ReplicaSet[Any]] = {"agent": components.agents.replica_set, **rollout}
 
     def add(record: StepRecord) -> None:
         run.progress.add(record)
@@ -360,14 +362,16 @@ def follow(
 def resize_as_asked(replica_sets: Mapping[str, ReplicaSet[Any]], output_dir: Path) -> list[str]:
     """Resize replica sets as `replicas.json` in `output_dir` says, and remove the file.
 
-    It holds numbers of members, such as `{"rollout": 3, "agent": 2}`. A request that cannot be followed does not end
-    the run: the returned sentences say why.
+    It holds numbers of members, such as `{"rollout": 3, "agent": 2}`, with the replicas of several policies by name. A
+    request that cannot be followed does not end the run: the returned sentences say why.
     """
     file = output_dir / "replicas.json"
     if not file.is_file():
         return []
     try:
-        wanted = TypeAdapter(dict[Literal["agent", "rollout"], PositiveInt]).validate_json(file.read_text())
+        wanted = TypeAdapter(dict[str, PositiveInt]).validate_json(file.read_text())
+        if unknown := [name for name in wanted if name not in replica_sets]:
+            raise PlacementError(f"{unknown[0]!r} is none of {', '.join(replica_sets)}")
         for name, num_members in wanted.items():
             replica_sets[name].resize(num_members)
     except (ValidationError, PlacementError) as error:

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import rl_tq.registry
 from rl_trainer.algorithms import Aggregation, ValueLossFunction, estimator_named
 from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
-from rl_trainer.checkpoints import queue_snapshot
+from rl_trainer.checkpoints import folder_of, queue_snapshot
 from rl_trainer.config.schema import ENGINE_POOL
 from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
@@ -38,6 +39,8 @@ from rl_trainer.pipeline.roles import (
     is_self,
     lends_engine,
     model_facts,
+    policies_of,
+    pool_of,
     reward_models,
     sends_adapter,
     server_config,
@@ -72,7 +75,6 @@ from rl_trainer.workers.teacher import Teachers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rl_rollout.types import Capabilities, ServerAddress
     from rl_tq.base import TransferQueue
@@ -94,10 +96,18 @@ class Job:
     output_dir: Path | None
     """Folder of samples, and of a reference that moves."""
     name: str
-    """Part of addresses that no other job has."""
+    """Part of addresses that no other job, and no other policy, has."""
     store: QueueWorker
     queue_address: str
-    weights_address: str
+    weights_address: str = ""
+    policy: str = ""
+    """Name of the policy, where there are several."""
+    is_first: bool = True
+    """Whether it is the first policy, which reward models take turns with."""
+
+    def pool(self, name: str) -> str:
+        """Name of one of its pools."""
+        return pool_of(self.policy, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,35 +151,43 @@ def place(
         InputError: no training or no held-out prompt is short enough.
     """
     job = open_job(config, runtime, model_path, state, output_dir)
-    engines, servers = start_in_turn(job)
+    jobs = [job_of_policy(job, name, own) for name, own in policies_of(config).items()]
+    started = [start_in_turn(own) for own in jobs]
     has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
-    for can in servers.capabilities:
-        check_started(config, can, has_images=has_images)
-    agents = create_agents(job, servers, engines.rewards)
-    samples = create_samples(job, agents)
+    for own, (_, servers) in zip(jobs, started, strict=True):
+        for can in servers.capabilities:
+            check_started(own.config, can, has_images=has_images)
+    agents = create_agents(jobs, started)
     prompts = create_prompts(job, datasets, agents)
     queue = rl_tq.registry.connect(job.queue_address, timeout_s=config.timeout_s)
     replay = create_replay(job, queue)
-    return Components(
-        actor=engines.actor,
-        reference=engines.reference,
-        ema_reference=engines.ema_reference,
-        teacher=engines.teacher,
-        critic=engines.critic,
-        kl=kl_of(config, state),
-        entropy=entropy_of(config, state),
-        source=create_source(job, agents, servers, prompts, queue, replay),
-        replay=replay,
-        held=state.held,
-        weights=create_weight_sync(job, engines, servers, agents),
-        queue=queue,
-        agents=agents,
-        eval_rows=prompts.eval_rows,
-        samples=samples,
-        num_too_long=prompts.num_too_long,
-        num_bad=prompts.num_bad,
-        pools=scoring_pools(config),
-    )
+    is_seeded = all(can.is_seeded for _, servers in started for can in servers.capabilities)
+    source = create_source(job, agents, prompts, queue, replay, is_seeded=is_seeded)
+    first, *others = [
+        Components(
+            actor=engines.actor,
+            reference=engines.reference,
+            ema_reference=engines.ema_reference,
+            teacher=engines.teacher,
+            critic=engines.critic,
+            kl=kl_of(own.config, own.state),
+            entropy=entropy_of(own.config, own.state),
+            source=source,
+            replay=replay,
+            held=state.held,
+            weights=create_weight_sync(own, engines, servers, agents),
+            queue=queue,
+            agents=agents,
+            eval_rows=prompts.eval_rows,
+            samples=create_samples(own, agents),
+            num_too_long=prompts.num_too_long,
+            num_bad=prompts.num_bad,
+            pools=scoring_pools(own.config),
+            policy=own.policy,
+        )
+        for own, (engines, servers) in zip(jobs, started, strict=True)
+    ]
+    return replace(first, others=tuple(others))
 
 
 def open_job(config: Config, runtime: Runtime, model_path: Path, state: RunState, output_dir: Path | None) -> Job:
@@ -179,9 +197,6 @@ def open_job(config: Config, runtime: Runtime, model_path: Path, state: RunState
     storage = storage_of(config.queue_storage, runtime.num_machines)
     for key, backend in (("weights_transport", config.weights_transport), ("queue_storage", storage)):
         check_reach(key, backend, runtime.num_machines)
-    weights_address = address_of(config.weights_transport, f"{name}-weights", runtime.free_address(ENGINE_POOL))
-    if config.weights.delta and not has_votes(weights_address):
-        weights_address = chain_address(weights_address)
     snapshot = queue_snapshot(config, state)
     store = runtime.create_group(
         QueueWorker,
@@ -200,7 +215,29 @@ def open_job(config: Config, runtime: Runtime, model_path: Path, state: RunState
         name=name,
         store=store,
         queue_address=store.address(),
-        weights_address=weights_address,
+    )
+
+
+def job_of_policy(job: Job, policy: str, config: Config) -> Job:
+    """Job as one policy has it: its configuration, model, folder and state, and the address of its weights."""
+    name, output_dir = f"{job.name}-{policy}" if policy else job.name, job.output_dir
+    if policy and config.resume_from is not None:
+        config = replace(config, resume_from=str(folder_of(Path(config.resume_from), policy)))
+    if policy and output_dir is not None:
+        output_dir = folder_of(output_dir, policy)
+        output_dir.mkdir(parents=True, exist_ok=True)
+    free = job.runtime.free_address(pool_of(policy, ENGINE_POOL))
+    address = address_of(config.weights_transport, f"{name}-weights", free)
+    return replace(
+        job,
+        config=config,
+        model_path=Path(config.model.path) if policy and config.model.path is not None else job.model_path,
+        state=replace(job.state, **job.state.policies.get(policy, {})),
+        output_dir=output_dir,
+        name=name,
+        weights_address=chain_address(address) if config.weights.delta and not has_votes(address) else address,
+        policy=policy,
+        is_first=policy == next(iter(policies_of(job.config))),
     )
 
 
@@ -236,7 +273,7 @@ def start_in_turn(job: Job) -> tuple[Engines, Servers]:
 
 def create_engines(job: Job) -> Engines:
     """Start the reward models and every engine, one after the other."""
-    rewards = create_rewards(job)
+    rewards = create_rewards(job) if job.is_first else None
     actor = create_engine(job)
     reference, ema_reference = create_reference(job, actor)
     return Engines(
@@ -270,10 +307,11 @@ def create_replay(job: Job, queue: TransferQueue) -> Replay | None:
 def create_source(
     job: Job,
     agents: AgentReplicas,
-    servers: Servers,
     prompts: Prompts,
     queue: TransferQueue,
     replay: Replay | None,
+    *,
+    is_seeded: bool,
 ) -> RolloutSource:
     """Make the rollout source, which gives no group id a second time."""
     known = [group.group_id for group in job.state.held] + ([] if replay is None else replay.group_ids)
@@ -287,7 +325,7 @@ def create_source(
         replay=replay,
         first_step=job.state.step + 1,
         num_groups=max(known, default=0),
-        is_seeded=all(can.is_seeded for can in servers.capabilities),
+        is_seeded=is_seeded,
     )
 
 
@@ -295,7 +333,7 @@ def create_weight_sync(job: Job, engines: Engines, servers: Servers, agents: Age
     """Make the weight sync, with a separate session for servers on lent GPUs."""
     config, lent_transfer = job.config, None
     if servers.lent is not None:
-        free = job.runtime.free_address(ENGINE_POOL)
+        free = job.runtime.free_address(job.pool(ENGINE_POOL))
         address = address_of(config.weights_transport, f"{job.name}-lent-weights", free)
         lent_transfer = GatheredTransfer(engines.actor, address, is_own=True)
     return WeightSync(
@@ -307,6 +345,7 @@ def create_weight_sync(job: Job, engines: Engines, servers: Servers, agents: Age
         lent=servers.lent,
         lent_transfer=lent_transfer,
         is_offloaded=is_offloaded(config),
+        policy=job.policy,
     )
 
 
@@ -334,7 +373,7 @@ def create_servers(job: Job, *, on_engine: bool = False) -> ReplicaSet[RolloutWo
     on_engine = on_engine or bool(config.rollout.colocated)
     return job.runtime.create_replicas(
         RolloutWorker,
-        ENGINE_POOL if on_engine else "rollout",
+        job.pool(ENGINE_POOL if on_engine else "rollout"),
         owns_pool=not on_engine,
         ranks_per_member=config.rollout.parallel.num_ranks if on_engine else 1,
         backend=config.rollout.backend,
@@ -345,20 +384,21 @@ def create_servers(job: Job, *, on_engine: bool = False) -> ReplicaSet[RolloutWo
     )
 
 
-def create_agents(job: Job, servers: Servers, rewards: RewardServers | None) -> AgentReplicas:
-    """Start the agent workers, which generate on the servers and ask the reward models."""
-    config = job.config
+def create_agents(jobs: Sequence[Job], started: Sequence[tuple[Engines, Servers]]) -> AgentReplicas:
+    """Start the agent workers, which generate on the servers of all policies and ask the reward models."""
+    job, config, rewards = jobs[0], jobs[0].config, started[0][0].rewards
+    addresses = {own.policy: tuple(servers.addresses) for own, (_, servers) in zip(jobs, started, strict=True)}
     agents = job.runtime.create_replicas(
         AgentWorker,
         "agent",
         config=config,
         has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).reads,
-        model_path=str(job.model_path),
-        servers=servers.addresses,
+        model_paths={own.policy: str(own.model_path) for own in jobs},
+        servers=addresses,
         queue_address=job.queue_address,
         timeout_s=config.timeout_s,
     )
-    replicas = AgentReplicas(agents, servers.addresses)
+    replicas = AgentReplicas(agents, addresses)
     if rewards is not None and not is_in_turn(config, "reward"):
         replicas.use_rewards(rewards.wake())
     return replicas
@@ -420,7 +460,7 @@ def create_rewards(job: Job) -> RewardServers | None:
     folders = reward_models(config)
     if not folders:
         return None
-    pool = home_of(config, "reward")
+    pool = job.pool(home_of(config, "reward"))
     heartbeat_s = None if config.runtime == "inline" else config.heartbeat_s
     rewards = job.runtime.create_group(
         RewardServers, pool, folders=folders, timeout_s=config.timeout_s, heartbeat_s=heartbeat_s
@@ -441,7 +481,7 @@ def create_engine(job: Job, role: str | None = None, *, num_candidates: int = 0)
     is_measured = role is None and (model_path / "config.json").is_file()
     return job.runtime.create_group(
         EngineWorker if role is None else ReferenceWorker,
-        ENGINE_POOL if role is None else home_of(config, role),
+        job.pool(ENGINE_POOL if role is None else home_of(config, role)),
         backend=section.backend,
         config=actor_config(config, model_path)
         if role is None
@@ -482,7 +522,7 @@ def create_critic(job: Job) -> CriticWorker | None:
     aggregation = Aggregation(name=config.algorithm.aggregation, norm_constant=config.rollout.max_new_tokens)
     return job.runtime.create_group(
         ProcessRewardWorker if is_process else CriticWorker,
-        home_of(config, "critic"),
+        job.pool(home_of(config, "critic")),
         backend=engine_of(config, "critic").backend,
         config=critic_config(config, section, job.model_path),
         loss=ProcessRewardLoss() if is_process else ValueLossFunction(clip=section.clip, aggregation=aggregation),

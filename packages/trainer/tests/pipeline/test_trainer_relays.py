@@ -183,7 +183,7 @@ def job(monkeypatch):
         ranks, replicas = Ranks(), Replicas(nodes)
         transfer = ShardedTransfer(ranks, session_pattern(transport, delta=False))
         made.append((ranks, [*replicas.workers.values()]))
-        return ranks, replicas, WeightSync(ranks, replicas, AgentReplicas(NoAgents(), []), transfer)
+        return ranks, replicas, WeightSync(ranks, replicas, AgentReplicas(NoAgents(), {}), transfer)
 
     yield make
     for ranks, workers in made:

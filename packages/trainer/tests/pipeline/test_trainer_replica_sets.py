@@ -77,7 +77,7 @@ class Agent:
         self.number, self.jobs, self.servers, self.rewards = number, [], None, {}
 
     def use_servers(self, servers, reward_urls):
-        self.servers, self.rewards = [address.url for address in servers], reward_urls
+        self.servers, self.rewards = [address.url for address in servers[""]], reward_urls
 
     def prompt_lengths(self, rows):
         return [len(row) for row in rows]
@@ -108,7 +108,7 @@ def jobs(*groups):
 
 def agents(count, **options):
     replica_set = LocalReplicas(Agent, count, **options)
-    return replica_set, AgentReplicas(replica_set, [address(0)])
+    return replica_set, AgentReplicas(replica_set, {"": (address(0),)})
 
 
 def test_a_list_is_split_over_members_and_joined_also_on_death():

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from rl_agent.base import Policy
 from rl_agent.registry import create_tokenizer
 from rl_agent.testing import FakeGenerator
 from rl_agent.types import ToolResult
@@ -118,7 +119,7 @@ def measured_and_sent(folder, loop, *, teacher=None, **columns):
     meter = PromptMeter(tokenizer, config, str(folder))
 
     async def main():
-        runner = create_runner(AgentSection(loop=loop, options=options), server, tokenizer)
+        runner = create_runner(AgentSection(loop=loop, options=options), {"": Policy(server, tokenizer)})
         (prompt,) = await runner.prompts([row])
         results = [result async for result in runner.run([row], {"max_new_tokens": 8})]
         await runner.close()

@@ -96,7 +96,8 @@ def test_the_first_record_says_how_many_rows_it_covers():
     source = SimpleNamespace(
         evaluate=lambda rows: Evaluation(reward=0.5, accuracy=None, num_prompts=len(rows)), position=0
     )
-    components = SimpleNamespace(weights=SimpleNamespace(sync=lambda version: None), source=source)
+    policy = SimpleNamespace(weights=SimpleNamespace(sync=lambda version: None))
+    components = SimpleNamespace(by_policy={"": policy}, source=source)
     record = begin(components, ROWS[:16], 0, PhaseTimer())
     assert record.eval_prompts == 16
     assert record.is_evaluation

@@ -98,7 +98,7 @@ def test_a_plain_job_has_only_its_policy_and_servers(placed):
     told = components.weights._transfer.addresses([0, 1])
     assert told == dict.fromkeys((0, 1), actor.weights_address), "these servers take whole tensors"
     agents = made[AgentWorker]
-    assert [address.url for address in agents.servers] == ["http://0", "http://1"]
+    assert [address.url for address in agents.servers[""]] == ["http://0", "http://1"]
     assert not agents.has_baseline
     assert {each.timeout_s for each in made.values()} == {77}
     assert {each.queue_address for each in (actor, agents)} == {components.queue.address}

@@ -65,7 +65,7 @@ def stepped(tags, *, failures=(), held_out=None):
         reward=0.5, failures=dict(failures), last_failure="row 1: x" if failures else "",
     )  # fmt: skip
     source = SimpleNamespace(position=2, pending=(), held=())
-    return record_of(1, generated, source, {}, [{"lr": 0.1}], held_out, {})
+    return record_of(1, generated, source, {}, {"": [{"lr": 0.1}]}, held_out, {})
 
 
 def test_the_last_tool_error_is_reported_with_type_and_row(agent_worker):

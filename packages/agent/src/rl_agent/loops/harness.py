@@ -65,6 +65,7 @@ class HarnessLoop(AgentLoop):
     whatever it asks for.
 
     A context that the harness rewrites (compaction, subagents, retries) makes several trajectories of one rollout.
+    Where several policies act, the `model` of a request names the one that answers and learns from the answer.
     `extra_fields["harness"]` has the exit status, None past the deadline, and the end of the output; a harness that
     fails after it has used the model is scored, one that never did is a failure.
 
@@ -78,7 +79,7 @@ class HarnessLoop(AgentLoop):
             working copy and the trajectories, it returns a reward, rewards by name that are added up, or one reward per
             trajectory. None: the row's `tests`, 1 where they exit with 0 and else 0.
         credit: Trajectories that the reward goes to: `rollout`, all of one rollout; `trajectory`, each has the one that
-            the verifier returns for it; `last`, the last one alone, and the others are left out.
+            the verifier returns for it; `last`, the last one (of each policy) alone, and the others are left out.
         parser: Tool-call parser; see `ToolLoop`.
         harness_timeout_s: Deadline of the harness, seconds.
         verifier_timeout_s: Deadline of the verifier, seconds.
@@ -230,6 +231,8 @@ class HarnessLoop(AgentLoop):
         """Start the proxy, once: on loopback, and at a UNIX socket for sandboxes that have a network of their own."""
         async with self._starting:
             if self._socket is None:
+                for name, policy in self.policies.items():
+                    self._proxy.add_policy(name, policy.server, policy.tokenizer)
                 await self._proxy.start()
                 folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="rl-agent-proxy-"))
                 await self._proxy.listen(folder / "proxy")
@@ -343,7 +346,7 @@ def credited(outputs: list[AgentLoopOutput], reward: Any, credit: Credit) -> lis
         by_name = cast("Mapping[Any, Any]", reward)
         terms = {f"reward/{name}": _checked(value) for name, value in by_name.items()}
     total = sum(terms.values()) if terms else _checked(reward)
-    chosen = outputs[-1:] if credit == "last" else outputs
+    chosen = [*{each.policy: each for each in outputs}.values()] if credit == "last" else outputs
     counts = {"num_left_out": float(len(outputs) - len(chosen))}
     return [replace(each, reward=total, metrics={**each.metrics, **terms, **counts}) for each in chosen]
 

@@ -61,6 +61,7 @@ class Recorder:
         tokenizer: Tokenizer of the served model.
         parse: Tool-call parser.
         template_kwargs: Further variables of the chat template.
+        policy: Name of the policy of server and tokenizer, where there are several.
 
     Raises:
         TemplateError: the chat template cannot continue a conversation.
@@ -72,7 +73,9 @@ class Recorder:
         tokenizer: Tokenizer,
         parse: Callable[[str], ParsedTurn],
         template_kwargs: Mapping[str, Any] | None,
+        policy: str = "",
     ) -> None:
+        self._policy = policy
         self._server, self._tokenizer, self._parse = server, tokenizer, parse
         self._template_kwargs = dict(template_kwargs or {})
         self._template = lru_cache(_MOST_TEMPLATES)(self._make_template)
@@ -143,7 +146,7 @@ class Recorder:
         tools = json.dumps([call.tools, call.template_kwargs], sort_keys=True)
         template, exchanges = self._template(tools), session.recording.exchanges
         conversation = tuple(message_key(each) for each in call.messages)
-        parent, num_known = find_parent(exchanges, conversation, tools, call.previous)
+        parent, num_known = find_parent(exchanges, conversation, tools, call.previous, self._policy)
         added, images = take_images(call.messages[num_known:], {})
         messages, num_escaped = template.escaped(added)
         spans: tuple[tuple[int, int], ...] = ()
@@ -233,6 +236,7 @@ class Recorder:
                 text=self._tokenizer.decode(output.token_ids, skip_special_tokens=True),
                 response_id=f"{writer.id}#{index}" if index else writer.id,
                 images=request.images,
+                policy=self._policy,
             )
             recording.exchanges.append(exchange)
             answers.append(

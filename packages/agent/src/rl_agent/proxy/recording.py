@@ -42,6 +42,8 @@ class Exchange:
     """Id of the answer for the client."""
     images: tuple[str, ...] = ()
     """Data URLs of the images in the prompt."""
+    policy: str = ""
+    """Name of the policy that was asked, of several."""
     is_heard: bool = True
     """Whether the answer was sent; if the caller had left before, it is part of no trajectory."""
 
@@ -105,33 +107,39 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
 
 
 def find_parent(
-    exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str, previous: str | None
+    exchanges: Sequence[Exchange],
+    conversation: Sequence[MessageKey],
+    tools: str,
+    previous: str | None,
+    policy: str = "",
 ) -> tuple[int | None, int]:
     """Find the exchange that a call continues; returns `(parent, num_known)`, with its number of known messages.
 
-    It is the one named `previous`, else the newest of those that hold most of the conversation.
+    It is the one named `previous`, else the newest of those of the same policy that hold most of the conversation.
 
     Raises:
         RowError: there is no exchange `previous`, or the call changes what came before it.
     """
     if previous is not None:
-        return _named(exchanges, conversation, tools, previous)
+        return _named(exchanges, conversation, tools, previous, policy)
     best: int | None = None
     for index, each in enumerate(exchanges):
         length = len(each.conversation)
         is_prefix = length < len(conversation) and tuple(conversation[:length]) == each.conversation
-        is_its = is_prefix and each.is_heard and each.tools == tools
+        is_its = is_prefix and each.is_heard and (each.tools, each.policy) == (tools, policy)
         if is_its and (best is None or length >= len(exchanges[best].conversation)):
             best = index
     return best, 0 if best is None else len(exchanges[best].conversation)
 
 
 def _named(
-    exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str, previous: str
+    exchanges: Sequence[Exchange], conversation: Sequence[MessageKey], tools: str, previous: str, policy: str
 ) -> tuple[int, int]:
     found = next((i for i, each in enumerate(exchanges) if each.is_heard and each.response_id == previous), None)
     if found is None:
         raise RowError(f"previous_response_id={previous!r} is not a response of this session")
+    if exchanges[found].policy != policy:
+        raise RowError(f"previous_response_id={previous!r} is a response of model {exchanges[found].policy!r}")
     if exchanges[found].tools != tools:
         raise RowError(f"the tools differ from those of previous_response_id={previous!r}; a prompt cannot be changed")
     has_system = conversation[0][0] == "system"
@@ -215,6 +223,7 @@ def _trajectory(path: Sequence[Exchange], is_new: Sequence[bool], metrics: Mappi
         metrics=dict(metrics),
         images=path[-1].images,
         routed_experts=finished(experts, len(prompt) + len(ids)),
+        policy=path[-1].policy,
     )
 
 

@@ -31,6 +31,8 @@ WITHOUT_EFFECT = (
     "service_tier",
 )
 """Fields that say nothing about the answer."""
+DEFAULT_MODEL = "policy"
+"""Name of the model in requests that name none."""
 _MOST_CHOICES = 128
 _MOST_STOPS = 256
 
@@ -196,7 +198,7 @@ def read_shared(body: Mapping[str, Any], *limits: str, stop: str, structure: Map
         raise RowError(f"{stop} holds {len(found)} texts; at most {_MOST_STOPS} are allowed")
     return {
         "sampling": read_sampling(body, *limits) | dict(structure),
-        "model": str(body.get("model", "policy")),
+        "model": str(body.get("model", DEFAULT_MODEL)),
         "is_streaming": bool(body.get("stream")),
         "stops": found,
         "template_kwargs": cast("dict[str, Any]", kwargs),

@@ -26,7 +26,7 @@ from rl_agent.proxy import messages as _messages
 from rl_agent.proxy import responses as _responses
 from rl_agent.proxy.recorder import Recorder
 from rl_agent.proxy.recording import Reward, trajectories
-from rl_agent.proxy.requests import read_body
+from rl_agent.proxy.requests import DEFAULT_MODEL, read_body
 from rl_agent.proxy.sessions import Sessions, begins_with
 from rl_agent.registry import load_plugin
 from rl_agent.types import LARGEST_REWARD, ParsedTurn, well_formed
@@ -102,13 +102,22 @@ class RecordingProxy:
                 "or use 127.0.0.1"
             )
         parse: Callable[[str], ParsedTurn] = load_plugin("parsers", parser) if isinstance(parser, str) else parser
-        self._recorder = Recorder(server, tokenizer, parse, template_kwargs)
+        self._rest = parse, template_kwargs
+        self._recorders = {"": Recorder(server, tokenizer, *self._rest)}
         self._host, self._port, self._api_token = host, port, api_token
         self._max_body_bytes, self._strict = max_body_bytes, strict
         self._sessions = Sessions(SamplingParams(**(sampling_params or {})), expiry_s)
         self._runner: web.AppRunner | None = None
         self.url = ""
         """Base URL for clients of OpenAI's API, `/v1` included; set by `start`. Anthropic's leave `/v1` out."""
+
+    def add_policy(self, name: str, server: Generator, tokenizer: Tokenizer) -> None:
+        """Serve a policy to requests whose `model` is its name; those that name no model have the default one.
+
+        Raises:
+            TemplateError: its chat template cannot continue a conversation.
+        """
+        self._recorders[name] = Recorder(server, tokenizer, *self._rest, policy=name)
 
     async def start(self) -> str:
         """Bind the endpoint; returns its base URL."""
@@ -231,8 +240,25 @@ class RecordingProxy:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         del request
-        model = {"id": "policy", "object": "model", "created": int(time.time()), "owned_by": "rl-agent"}
-        return web.json_response({"object": "list", "data": [model]})
+        about = {"object": "model", "created": int(time.time()), "owned_by": "rl-agent"}
+        data = [{"id": name, **about} for name in self._models_served]
+        return web.json_response({"object": "list", "data": data})
+
+    @property
+    def _models_served(self) -> list[str]:
+        return [name for name in self._recorders if name] or [DEFAULT_MODEL]
+
+    def _recorder_of(self, call: Call) -> Recorder:
+        """Recorder of the policy that a call names.
+
+        Raises:
+            RowError: there are several, and none of its name.
+        """
+        if len(self._recorders) == 1 or call.model == DEFAULT_MODEL:
+            return self._recorders[""]
+        if call.model not in self._recorders:
+            raise RowError(f"model {call.model!r} is not served here; choose one of {', '.join(self._models_served)}")
+        return self._recorders[call.model]
 
     # ---- sessions over HTTP
 
@@ -284,7 +310,7 @@ class RecordingProxy:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session, call = self._session_of(request), _read(_messages.read, await request.read())
-        prepared = self._recorder.prepare(session, call)
+        prepared = self._recorder_of(call).prepare(session, call)
         return web.json_response({"input_tokens": len(prepared.requests[0].prompt_token_ids)})
 
     async def _serve(
@@ -297,7 +323,7 @@ class RecordingProxy:
         if call.ignored and self._strict:
             raise RowError(f"{', '.join(call.ignored)} not known here; leave it out, or start the proxy without strict")
         session.warn(call.ignored)
-        prepared = self._recorder.prepare(session, call)
+        prepared = self._recorder_of(call).prepare(session, call)
         session.num_running += 1
         try:
             return await self._answer(request, call, prepared, make_writer(call))
@@ -306,6 +332,7 @@ class RecordingProxy:
 
     async def _answer(self, request: web.Request, call: Call, prepared: Prepared, writer: Writer) -> web.StreamResponse:
         """Generate and send the answer; a failure after the first event of a stream is an event as well."""
+        recorder = self._recorder_of(call)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
         async def show(index: int, text: LiveText, token_ids: Sequence[int]) -> None:
@@ -318,12 +345,12 @@ class RecordingProxy:
 
         with _Heard(request, prepared, writer.id) as heard:
             try:
-                made = await self._recorder.generate(call, prepared, show)
+                made = await recorder.generate(call, prepared, show)
                 await heard.check_caller()
                 if not self._sessions.has(prepared.session):
                     name = prepared.session.name
                     raise RowError(f"session {name!r} was finished while this request was answered; it is not recorded")
-                answers = self._recorder.record(call, prepared, made, writer)
+                answers = recorder.record(call, prepared, made, writer)
                 prepared.session.failure = None
                 if not call.is_streaming:
                     response = web.json_response(writer.whole(answers))

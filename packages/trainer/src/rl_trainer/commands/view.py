@@ -31,7 +31,7 @@ from rl_trainer.output_dir import write_whole
 from rl_trainer.samples import read_samples, steps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _PER_TOKEN = ("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weight_versions")
 _PER_SAMPLE = ("group_id", "reward", "finish_reason", "weight_version_min", "weight_version_max", "num_turns")
@@ -130,6 +130,15 @@ def _about(run: Path, against: str | Path | None) -> dict[str, Any]:
     return about
 
 
+def _receipts(line: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """[step, receipt] of the weights that were sent after a step; of several policies one each, with its name."""
+    step, weights = line["step"], line["weights"]
+    if "version" in weights:
+        yield [step, weights]
+    else:
+        yield from ([f"{step}, {policy}", receipt] for policy, receipt in weights.items())
+
+
 def _filled(about: Mapping[str, Any], scripts: str) -> str:
     template = (files("rl_trainer") / "view.html").read_text()
     return template.replace("<!--SAMPLES-->", scripts).replace("/*DATA*/null", _script(about))
@@ -169,7 +178,7 @@ def overview(run: Path) -> dict[str, Any]:
             for line in found
         ],
         "failures": [[line["step"], *failed] for line in found if (failed := _failed(line))[0]],
-        "weights": [[line["step"], line["weights"]] for line in found if line.get("weights")],
+        "weights": [each for line in found if line.get("weights") for each in _receipts(line)],
         "told": told,
     }
 

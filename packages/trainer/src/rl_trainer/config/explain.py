@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import yaml
 
 from rl_trainer import equivalents
-from rl_trainer.config.load import Setting, as_tree, is_named, layers, settings, unknown_key
+from rl_trainer.config.load import Setting, as_tree, is_named, layers, of_policy, settings, unknown_key
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def find(name: str) -> Key:
         ConfigError: there is none.
     """
     for key in keys().values():
-        if is_named(key.name, name):
+        if is_named(key.name, name) or is_named(key.name, of_policy(name)):
             return key
     raise ConfigError(unknown_key(name))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args, ge
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rl_trainer.config.schema import AlgorithmConfig, Config
+from rl_trainer.config.schema import AlgorithmConfig, Config, PolicySection
 from rl_trainer.equivalents import rows
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import absolute
@@ -56,12 +56,14 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         except (yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
     _keep_ratio(tree, recipe, given)
+    _fill_policies(tree)
     try:
         config = TypeAdapter(Config).validate_python(_with_absolute_files(tree))
     except ValidationError as error:
         for each in error.errors():
             if isinstance(own := each.get("ctx", {}).get("error"), PlanError):  # a section's own sentence
-                raise own from None
+                where = ".".join(map(str, each["loc"][:2])) if each["loc"][:1] == ("policies",) else ""
+                raise (PlanError(f"{where}: {own}") if where else own) from None
         unknown = [e["loc"] for e in error.errors() if e["type"] == "unexpected_keyword_argument"]
         if unknown:
             raise ConfigError(unknown_key(".".join(map(str, unknown[0])))) from None
@@ -80,6 +82,20 @@ def _keep_ratio(tree: dict[str, Any], recipe: str, given: Sequence[str]) -> None
     if all(isinstance(each, int) and each > 0 for each in (size, mini, new)):
         num_updates = max(size // mini, 1)
         batch["mini_batch_size"] = new // num_updates if new % num_updates == 0 else new
+
+
+def _fill_policies(tree: dict[str, Any]) -> None:
+    """Fill in the keys that policies have from the run's own sections, which are those of the first one."""
+    policies = tree.get("policies")
+    if not policies or not isinstance(policies, dict):
+        return
+    names = [each.name for each in fields(PolicySection)]
+    base = {name: tree.get(name) or {} for name in names}
+    tree["policies"] = policies = {
+        name: _laid_over(base, own or {}) if isinstance(own or {}, dict) else own for name, own in policies.items()
+    }
+    if isinstance(first := next(iter(policies.values())), dict):
+        tree |= {name: first[name] for name in names}
 
 
 def layers(recipe: str, overrides: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
@@ -186,7 +202,7 @@ def _settings(cls: type, prefix: str) -> Iterator[Setting]:
         section, is_by_name = section_of(hint), get_origin(bare(hint)) is Mapping
         found = Setting(f"{prefix}{each.name}", cls, each, hint, section, is_by_name)
         yield found
-        if section is not None:
+        if section is not None and cls is not PolicySection:  # whose keys are those of the run's own sections
             yield from _settings(section, f"{found.name}.NAME." if is_by_name else f"{found.name}.")
 
 
@@ -201,6 +217,11 @@ def section_of(hint: Any) -> type | None:
 def bare(hint: Any) -> Any:
     """Type without its annotations."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def of_policy(key: str) -> str:
+    """Key of the run's own that a key of one of its `policies` stands for; any other key as it is."""
+    return re.sub(r"^policies\.[\w-]+\.", "", key)
 
 
 def is_named(name: str, key: str) -> bool:
@@ -224,6 +245,9 @@ def _problem(error: ErrorDetails) -> str:
 
 def unknown_key(key: str) -> str:
     """Error text for an unknown key, with the nearest one of its section, or one of the same last name."""
+    if (own := of_policy(key)) != key:
+        where = key.removesuffix(own)
+        return unknown_key(own).replace(" key ", f" key {where}", 1).replace(" one is ", f" one is {where}", 1)
     keys = [each.name for each in settings()]
     last = [each for each in keys if each.rpartition(".")[2] == key.rpartition(".")[2]]
     if not last and (others := _keys_elsewhere(key)):

@@ -831,6 +831,20 @@ class WeightsSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySection:
+    """Policy of several that learn: its own keys, in addition to those that the run gives all of them."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """As `model`; keys that are not given are the run's, as in every section of a policy."""
+    engine: EngineSection = field(default_factory=EngineSection)
+    """As `engine`: a policy has a pool of processes."""
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    """As `rollout`, but for the sampling parameters, which are the run's."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """As `algorithm`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Configuration of one training run."""
 
@@ -875,6 +889,9 @@ class Config:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     agent: AgentSection = field(default_factory=AgentSection)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    policies: Mapping[str, PolicySection] = field(default_factory=dict)
+    """Several policies that learn in one environment, by name, each with what differs from the run's own sections:
+    {proposer: {}, solver: {engine: {optimizer: {lr: 1.0e-6}}}}. An agent loop that names none has the first."""
     critic: CriticSection | None = None
     """Train a critic, for the estimators that read what it says."""
     teacher: TeacherSection | None = None
@@ -892,6 +909,8 @@ class Config:
     sample on the node that made it."""
 
     def __post_init__(self) -> None:
+        if wrong := [name for name in self.policies if not re.fullmatch(r"[\w-]+", name)]:
+            raise PlanError(f"policies.{wrong[0]}: a policy has a name of letters, digits, - and _; choose another")
         if self.runtime == "auto":
             object.__setattr__(self, "runtime", "inline" if self._fits_one_process() else "ray")
         if self.agent.environment is not None and not (self.reward.path or self.reward.parts):
@@ -899,15 +918,19 @@ class Config:
             object.__setattr__(self, "reward", own)
 
     def _fits_one_process(self) -> bool:
-        rollout = self.rollout
-        sizes = {self.engine.world_size, self.agent.num_workers, rollout.num_replicas, rollout.parallel.num_ranks}
+        def fits(engine: EngineSection, rollout: RolloutSection) -> bool:
+            return (
+                {engine.world_size, rollout.num_replicas, rollout.parallel.num_ranks} == {1}
+                and (rollout.backend == "embedded" or not has_ray())
+                and rollout.elastic is None
+                and rollout.colocated is not False
+                and engine.environment is None
+            )
+
         return (
-            sizes == {1}
+            self.agent.num_workers == 1
             and self.pipeline == "sync"
-            and (rollout.backend == "embedded" or not has_ray())
-            and rollout.elastic is None
-            and rollout.colocated is not False
-            and self.engine.environment is None
+            and all(fits(each.engine, each.rollout) for each in (self, *self.policies.values()))
             and self.placement == PlacementSection()
             and "RAY_ADDRESS" not in os.environ
         )

@@ -59,3 +59,12 @@ class Components:
     """Rows that were left out because they cannot be asked (`data.on_bad_row=drop`)."""
     pools: Mapping[str, str] = field(default_factory=dict[str, str])
     """By scoring stage, the pool that computes it, of those that have one of their own; the others have the actor's."""
+    policy: str = ""
+    """Name of the policy, where there are several."""
+    others: tuple[Components, ...] = ()
+    """Components as each further policy has them: its engines and weight sync, and what all policies share."""
+
+    @property
+    def by_policy(self) -> dict[str, Components]:
+        """Components as each policy has them, by its name; the only one has an empty name."""
+        return {each.policy: each for each in (self, *self.others)}

@@ -12,7 +12,7 @@ from rl_trainer.runtime.dispatch import cut
 from rl_trainer.workers.agent import AgentWorker, EvalReport, GroupReport, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from rl_rollout.types import ServerAddress
@@ -43,16 +43,16 @@ class AgentReplicas:
     have written of them is never taken for theirs. A new member is given the servers in use before any work.
     """
 
-    def __init__(self, replica_set: ReplicaSet[AgentWorker], servers: Sequence[ServerAddress]) -> None:
+    def __init__(self, replica_set: ReplicaSet[AgentWorker], servers: Mapping[str, tuple[ServerAddress, ...]]) -> None:
         self.replica_set = replica_set
-        self._servers, self._reward_urls = tuple(servers), dict[str, str]()
+        self._servers, self._reward_urls = {**servers}, dict[str, str]()
         self._connected = dict.fromkeys(replica_set.members, (self._servers, self._reward_urls))
         self._running: dict[int, dict[int, _Submission]] = {}
         self._member_of: dict[int, int] = {}
 
-    def use_servers(self, servers: Sequence[ServerAddress]) -> None:
-        """Set the servers that all members generate on."""
-        self._servers = tuple(servers)
+    def use_servers(self, servers: Sequence[ServerAddress], policy: str = "") -> None:
+        """Set the servers of a policy, on which all members generate."""
+        self._servers = {**self._servers, policy: tuple(servers)}
         self._members()
 
     def use_rewards(self, urls: dict[str, str]) -> None:
@@ -164,7 +164,7 @@ class AgentReplicas:
         members, wanted = self.replica_set.wait(), (self._servers, self._reward_urls)
         behind = [member for member in members if self._connected.get(member) != wanted]
         if behind:
-            told = dict.fromkeys(behind, (list(self._servers), self._reward_urls))
+            told = dict.fromkeys(behind, (self._servers, self._reward_urls))
             self._raise_unless_dead(self.replica_set.call(AgentWorker.use_servers, told))
             self._connected |= dict.fromkeys(behind, wanted)
         return members

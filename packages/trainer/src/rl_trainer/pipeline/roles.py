@@ -14,16 +14,72 @@ from rl_engine.registry import describe_model
 from rl_engine.types import EngineConfig, Head, LoraExport, ModelFacts, Mtp, OptimizerConfig
 from rl_rollout.types import ServerConfig
 from rl_trainer.algorithms import estimator_named, loss_named
-from rl_trainer.config.schema import ADAPTER, ENGINE_POOL, PoolSection
-from rl_trainer.errors import InputError, PlanError
+from rl_trainer.config.schema import ADAPTER, ENGINE_POOL, PolicySection, PoolSection
+from rl_trainer.errors import InputError, PlanError, naming_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from rl_trainer.config import Config
     from rl_trainer.config.schema import CriticSection, EngineSection, RoleSection, TeacherSection
 
 
 _ONE_GENERATION = ("single_turn", "reasoning_gym")
 """Loops whose completions are one generation, at most `rollout.max_new_tokens` long."""
+
+
+def policies_of(config: Config) -> dict[str, Config]:
+    """Configuration of each policy that learns, by name; the run's own, under an empty name, without `policies`."""
+    return {
+        name: replace(config, policies={}, **{f.name: getattr(own, f.name) for f in fields(own)})
+        for name, own in config.policies.items()
+    } or {"": config}
+
+
+def with_policies(policies: Mapping[str, Config]) -> Config:
+    """Configuration of the run whose policies have these: `policies_of` backwards. Its sections are the first's."""
+    first = next(iter(policies.values()))
+    if "" in policies:
+        return first
+    names = [f.name for f in fields(PolicySection)]
+    sections = {name: PolicySection(**{each: getattr(own, each) for each in names}) for name, own in policies.items()}
+    return replace(first, policies=sections)
+
+
+def of_each(config: Config, change: Callable[[Config], Config]) -> Config:
+    """Configuration of the run after a change to that of each policy.
+
+    Raises:
+        InputError: as `change`, with the name of the policy.
+    """
+    changed: dict[str, Config] = {}
+    for name, own in policies_of(config).items():
+        with naming_policy(name):
+            changed[name] = change(own)
+    return with_policies(changed)
+
+
+def facts_of_each(config: Config, facts: Callable[[Config], Iterable[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Lines of the plan about each policy, with its name where there are several.
+
+    Raises:
+        InputError: as `facts`, with the name of the policy.
+    """
+    found = list[tuple[str, str]]()
+    for name, own in policies_of(config).items():
+        with naming_policy(name):
+            found += [(f"{name}: {what}" if name else what, how) for what, how in facts(own)]
+    return found
+
+
+def with_model(config: Config, path: Path) -> Config:
+    """Configuration with the folder of the start policy, for policies that have no `model.path`."""
+    return of_each(config, lambda own: replace(own, model=replace(own.model, path=own.model.path or str(path))))
+
+
+def pool_of(policy: str, pool: str) -> str:
+    """Name of a policy's pool among those of the run, where there are several policies."""
+    return f"{policy}.{pool}" if policy and pool != REWARD_POOL else pool
 
 
 def data_parallel_ranks(engine: EngineSection) -> int:

@@ -74,6 +74,10 @@ class Generated:
     is_last: bool = True
     """Whether no other part of the step's batch follows."""
 
+    def of_policy(self, name: str) -> BatchMeta:
+        """Rows that a policy has generated, of several; of the only one all of them, under an empty name."""
+        return self.batch.filter(lambda tags: tags["policy"] == name) if name else self.batch
+
     @classmethod
     def joined(cls, parts: Sequence[Generated]) -> Generated:
         """Join the parts of a batch."""
@@ -332,6 +336,10 @@ class RolloutSource:
         reason = next((report.last_failure for report in reports if report.last_failure), "")
         if num_failed * 10 > len(asked):
             raise RolloutFailedError(f"{num_failed} of {len(asked)} evaluation rollouts failed; one of them: {reason}")
+        by_policy: dict[str, list[float]] = {}
+        for report in reports:
+            for policy, reward in zip(report.policies, report.rewards, strict=False):  # none for one policy
+                by_policy.setdefault(policy, []).append(reward)
         right = [report.num_right for report in reports if report.rewards]
         return Evaluation(
             reward=sum(rewards) / len(rewards),
@@ -339,6 +347,7 @@ class RolloutSource:
             num_prompts=len(rows),
             num_failed=num_failed,
             last_failure=reason,
+            policy_rewards={f"{name}/eval_reward": fmean(own) for name, own in by_policy.items() if name},
         )
 
     def sampling(self, salt: str, *, temperature: float | None = None) -> dict[str, Any]:

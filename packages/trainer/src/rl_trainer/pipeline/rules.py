@@ -1,15 +1,15 @@
-"""Rules of `pipeline`, `staleness`, `batch.stream`, `batch.replay` and `rollout.elastic`: what a schedule allows."""
+"""Rules of `pipeline`, `policies`, `staleness`, `batch.stream`, `batch.replay` and `rollout.elastic`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rl_engine.types import LoraExport
-from rl_trainer.algorithms import loss_named
+from rl_trainer.algorithms import estimator_named, loss_named
 from rl_trainer.config.schema import StalenessSection
 from rl_trainer.errors import PlanError
 from rl_trainer.pipeline.elastic import create_policy as create_elastic
-from rl_trainer.pipeline.roles import has_old_pass, has_reference, reads_old_pass, update_barrier
+from rl_trainer.pipeline.roles import has_old_pass, has_reference, policies_of, reads_old_pass, update_barrier
 from rl_trainer.pipeline.staleness import create_schedule
 
 if TYPE_CHECKING:
@@ -49,6 +49,49 @@ def check_pipeline(config: Config) -> None:
         )
     if schedule.lag or schedule.policy.max_staleness:
         _require_off_policy(config, f"pipeline={config.pipeline}")
+
+
+_SAMPLING = ("temperature", "top_p", "max_new_tokens", "eval_temperature", "eval_samples")
+"""Keys of `rollout` that every request of a rollout has, whichever policy answers it."""
+
+
+def check_policies(config: Config) -> None:
+    """Check what several policies have in common, and that the run asks for nothing that one alone can have.
+
+    Raises:
+        PlanError: settings that cannot work together.
+    """
+    if not config.policies:
+        return
+    of_one = {
+        "batch.stream": config.batch.stream,
+        "batch.replay": config.batch.replay is not None,
+        "batch.given": config.batch.given > 0,
+        "teacher": config.teacher is not None,
+        f"weights_transport={config.weights_transport}": "://" in (config.weights_transport or ""),
+    }
+    if key := next((key for key, is_set in of_one.items() if is_set), None):
+        raise PlanError(f"{key} is for runs of one policy, and policies has {len(config.policies)}; leave it out")
+    for name, own in policies_of(config).items():
+        same = {f"rollout.{key}": (getattr(own.rollout, key), getattr(config.rollout, key)) for key in _SAMPLING}
+        same["rollout.colocated"] = own.rollout.colocated, config.rollout.colocated
+        same["engine.router_replay"] = own.engine.router_replay, config.engine.router_replay
+        same["model.warmup"] = own.model.warmup, config.model.warmup
+        for key, (value, first) in same.items():
+            if value != first:
+                raise PlanError(
+                    f"policies.{name}.{key}={value} differs from {first} of the first policy, and all have to have the "
+                    f"same; set {key} of the run"
+                )
+        if (own.model.path is None) != (config.model.path is None):
+            raise PlanError(f"policies.{name}.model.path={own.model.path}: give each policy a path, or none of them")
+        if own.rollout.elastic is not None:
+            raise PlanError(f"policies.{name}.rollout.elastic is for runs of one policy; leave it out")
+        if "greedy_rewards" in estimator_named(own.algorithm.advantage).reads:
+            raise PlanError(
+                f"policies.{name}.algorithm.advantage={own.algorithm.advantage} compares with a greedy completion, "
+                "which the policies of a run have in common; choose another, such as grpo"
+            )
 
 
 def _check_stream(config: Config, schedule: Schedule) -> None:

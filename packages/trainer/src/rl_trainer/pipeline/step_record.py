@@ -56,19 +56,27 @@ def record_of(
     generated: Generated,
     source: RolloutSource,
     ages: Mapping[str, float],
-    updates: Sequence[Mapping[str, float]],
+    updates: Mapping[str, Sequence[Mapping[str, float]]],
     held_out: Evaluation | None,
     phase_s: dict[str, float],
 ) -> StepRecord:
-    """The step's record: metrics averaged over its optimizer steps, staleness, lengths, rewards and times."""
+    """The step's record: metrics averaged over its optimizer steps, staleness, lengths, rewards and times.
+
+    `updates` has the optimizer steps by policy. Metrics of several policies begin with their names.
+    """
     reused = {group.group_id for group in generated.reused}
     tags = [tags for tags in generated.batch.tags if tags["group_id"] not in reused and not tags.get(GIVEN)]
-    names = {name: None for update in updates for name in update}  # in order
-    metrics: dict[str, float] = {name: fmean(u[name] for u in updates if name in u) for name in names}
-    metrics |= {name: value for name, value in updates[-1].items() if name == "lr"}
+    metrics = dict[str, float]()
+    for policy, taken in updates.items():
+        own = [tag for tag in tags if tag.get("policy", "") == policy]
+        found = update_means(taken)
+        if policy:
+            found |= {"samples": float(len(own)), **part_means(own), **completion_metrics(own)}
+            found |= {"reward": fmean(tag["reward"] for tag in own)} if own else {}
+        metrics |= {f"{policy}/{name}" if policy else name: value for name, value in found.items()}
     metrics |= {"dropped_groups": generated.dropped_groups, "late_groups": generated.late_groups}
     metrics |= {"stopped_groups": generated.stopped_groups, "replayed_groups": len(reused)}
-    metrics |= {**ages, **part_means(tags), **completion_metrics(tags)}
+    metrics |= {**ages, **part_means(tags), **completion_metrics(tags), **(held_out.policy_rewards if held_out else {})}
     return StepRecord(
         step=step,
         position=source.position,
@@ -87,6 +95,13 @@ def record_of(
         phase_s=phase_s,
         rows=tuple(group.row_index for group in generated.groups),
     )
+
+
+def update_means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of optimizer steps, averaged; the learning rate is the last one's."""
+    names = {name: None for update in updates for name in update}  # in order
+    means = {name: fmean(u[name] for u in updates if name in u) for name in names}
+    return means | {name: value for update in updates[-1:] for name, value in update.items() if name == "lr"}
 
 
 def num_truncated(tags: Sequence[Mapping[str, Any]]) -> int:

@@ -38,6 +38,8 @@ class WeightSync:
     Where it is offloaded, they have the memory of the GPU in turn: replicas and reward models from the end of a sync to
     `yield_memory`, the actor from there to the end of the next sync. So have `lent` replicas, beside those that have
     GPUs of their own, in the steps for which `lends` is set.
+
+    `policy` is the name of the actor's, where there are several: agents generate on the servers of each.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class WeightSync:
         lent: ReplicaSet[RolloutWorker] | None = None,
         lent_transfer: WeightTransfer | None = None,
         is_offloaded: bool = False,
+        policy: str = "",
     ) -> None:
+        self._policy = policy
         self._actor, self.servers, self._agents, self._rewards = actor, servers, agents, rewards
         self._transfer = transfer
         self._is_offloaded = is_offloaded
@@ -67,7 +71,7 @@ class WeightSync:
         """Put servers to sleep and onload the actor, where they have memory in turn; does nothing otherwise."""
         if self._lent is not None and self.lent_in_use:
             self.lent_in_use = ()
-            self._agents.use_servers([*self.in_use.values()])  # what is in flight goes on there
+            self._agents.use_servers([*self.in_use.values()], self._policy)  # what is in flight goes on there
             on_all(self._lent, RolloutWorker.sleep)
             self._actor.onload()
         if self._is_offloaded:
@@ -122,7 +126,7 @@ class WeightSync:
                 raise
             _raise_first(updated.result())
         self.lent_in_use = tuple(on_all(lent, RolloutWorker.address).values())
-        self._agents.use_servers([*self.in_use.values(), *self.lent_in_use])
+        self._agents.use_servers([*self.in_use.values(), *self.lent_in_use], self._policy)
 
     def death(self) -> WorkerDiedError | None:
         """Error that ends generation: no replica is left; None while there is one."""
@@ -210,7 +214,7 @@ class WeightSync:
         known = self.in_use | self.servers.call(RolloutWorker.address, unknown)
         found = {member: known[member] for member in members}
         self.in_use = {member: each for member, each in found.items() if not isinstance(each, Exception)}
-        self._agents.use_servers([*self.in_use.values()])
+        self._agents.use_servers([*self.in_use.values()], self._policy)
 
 
 def _dismiss(transfer: WeightTransfer, updated: Future[Any], error: BaseException) -> None:

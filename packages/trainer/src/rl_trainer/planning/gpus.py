@@ -11,7 +11,17 @@ from rl_engine.registry import auto_precision, for_this_machine
 from rl_engine.types import Precision
 from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection
 from rl_trainer.errors import ConfigError, PlanError
-from rl_trainer.pipeline.roles import data_parallel_ranks, engine_of, has, home_of, is_offloaded, pool_size
+from rl_trainer.pipeline.roles import (
+    data_parallel_ranks,
+    engine_of,
+    has,
+    home_of,
+    is_offloaded,
+    of_each,
+    policies_of,
+    pool_of,
+    pool_size,
+)
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.environments import engine_python
 from rl_trainer.planning.memory import cache_beside_engine
@@ -38,15 +48,26 @@ def settle(config: Config) -> Config:
     - `rollout.sleep`: not where this machine's GPUs have room for both; `rollout.kv_cache_bytes` is the server's then.
     - `weights_transport`: `cuda-ipc` between engine and server that share a GPU of this machine, else `shm`.
     """
+    config = of_each(config, _with_precision)
+    is_shared = False
+    if any(own.rollout.colocated is None for own in policies_of(config).values()):
+        wanted, there = sum(gpu_pools(config, colocated=False).values()), count_gpus(config)
+        is_shared = 0 < there < wanted and why_apart(config, there) is None
+    return of_each(config, lambda own: _with_servers(own, is_shared=is_shared))
+
+
+def _with_precision(config: Config) -> Config:
     engine = config.engine
     if engine.precision == Precision.AUTO and count_gpus(config) > local_gpus():
         engine = replace(engine, precision=Precision.BFLOAT16)
     if engine.activation_checkpointing is None:
         engine = replace(engine, activation_checkpointing=count_gpus(config) > 0)
-    config = replace(config, engine=for_this_machine(engine))
+    return replace(config, engine=for_this_machine(engine))
+
+
+def _with_servers(config: Config, *, is_shared: bool) -> Config:
+    """Settle where servers are, unless that is set; `is_shared`: they share the engine's GPUs."""
     if config.rollout.colocated is None:
-        wanted, there = sum(gpu_pools(config, colocated=False).values()), count_gpus(config)
-        is_shared = 0 < there < wanted and why_apart(config, there) is None
         config = replace(config, rollout=replace(config.rollout, colocated=is_shared))
     if config.rollout.colocated and config.rollout.sleep is None:
         cache = cache_beside_engine(config, None if "RAY_ADDRESS" in os.environ else gpu_gib())
@@ -60,11 +81,22 @@ def settle(config: Config) -> Config:
 def pools_of(config: Config) -> list[ResourcePool]:
     """The pools of a run, with the GPUs of a process where there are any.
 
-    Where colocation is not decided, servers have a pool of their own.
+    Where colocation is not decided, servers have a pool of their own. Each of several policies has its pools, and the
+    first one those that reward models share with it.
     """
+    pools: dict[str, ResourcePool] = {}
+    for policy, own in policies_of(config).items():
+        for pool in _pools_of_policy(own, has_rewards=not pools):
+            named_pool = replace(pool, name=pool_of(policy, pool.name))
+            pools[named_pool.name] = named_pool
+    agents = ResourcePool(name="agent", num_workers=config.agent.num_workers, roles=("agent workers",))
+    return [*pools.values(), agents, ResourcePool(name="queue", num_workers=1, roles=("queue",))]
+
+
+def _pools_of_policy(config: Config, *, has_rewards: bool) -> list[ResourcePool]:
     homes: dict[str, list[str]] = {ENGINE_POOL: ["policy"]}
     for role in ROLES:
-        if has(config, role):
+        if has(config, role) and (has_rewards or role != "reward"):
             homes.setdefault(home_of(config, role), []).append(role)
     rollout = config.rollout
     if rollout.colocated:
@@ -78,18 +110,18 @@ def pools_of(config: Config) -> list[ResourcePool]:
         per_replica = rollout.parallel.num_ranks  # of one node: a bundle of Ray's is never spread
         num_replicas = rollout.num_replicas
         pools.append(ResourcePool(name="rollout", num_workers=num_replicas, num_gpus=per_replica, roles=("rollout",)))
-    agents = ResourcePool(name="agent", num_workers=config.agent.num_workers, roles=("agent workers",))
-    return [*pools, agents, ResourcePool(name="queue", num_workers=1, roles=("queue",))]
+    return pools
 
 
 def resource_pools(config: Config) -> list[ResourcePool]:
     """The pools of a job, with the GPUs that there are."""
     has_gpus = count_gpus(config) > 0
+    engines = {pool_of(policy, ENGINE_POOL): own for policy, own in policies_of(config).items()}
     return [
         replace(
             pool,
             num_gpus=float(pool.num_gpus * has_gpus),
-            python=engine_python(config) if pool.name == ENGINE_POOL else None,
+            python=engine_python(engines[pool.name]) if pool.name in engines else None,
             is_elastic=pool.name == "rollout" and config.rollout.elastic is not None,
         )
         for pool in pools_of(config)
@@ -99,12 +131,23 @@ def resource_pools(config: Config) -> list[ResourcePool]:
 def gpu_pools(config: Config, *, colocated: bool | None = None) -> dict[str, int]:
     """GPUs that each pool asks for; with `colocated` in the place of `rollout.colocated`."""
     if colocated is not None:
-        config = replace(config, rollout=replace(config.rollout, colocated=colocated))
+        config = of_each(config, lambda own: replace(own, rollout=replace(own.rollout, colocated=colocated)))
     return {pool.name: round(pool.num_workers * pool.num_gpus) for pool in pools_of(config) if pool.num_gpus}
 
 
 def why_apart(config: Config, num_gpus: int) -> str | None:
     """Reason why servers cannot share the engine's GPUs, as the end of a sentence; None if they can."""
+    found = (_why_policy_apart(own, num_gpus) for own in policies_of(config).values())
+    if (reason := next(filter(None, found), None)) is not None:
+        return reason
+    shared = gpu_pools(config, colocated=True)
+    if sum(shared.values()) > num_gpus:
+        keys = "policies and placement" if config.policies else "placement"
+        return f"the pools of {keys} ask for {named(shared)} without them: make those smaller"
+    return None
+
+
+def _why_policy_apart(config: Config, num_gpus: int) -> str | None:
     world_size, num_replicas = config.engine.world_size, config.rollout.num_replicas
     per_replica = config.rollout.parallel.num_ranks
     if not create_schedule(config).is_on_policy:
@@ -116,9 +159,6 @@ def why_apart(config: Config, num_gpus: int) -> str | None:
         return f"{replicas} and engine.world_size={world_size} differ: make them equal"
     if world_size > num_gpus:
         return f"the engine alone asks for {world_size}: make engine.world_size and rollout.num_replicas {num_gpus}"
-    shared = gpu_pools(config, colocated=True)
-    if sum(shared.values()) > num_gpus:
-        return f"the pools of placement ask for {named(shared)} without them: make those smaller"
     return None
 
 

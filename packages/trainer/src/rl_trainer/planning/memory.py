@@ -37,6 +37,8 @@ from rl_trainer.pipeline.roles import (
     lends_engine,
     longest_sequence,
     model_facts,
+    policies_of,
+    pool_of,
     pool_size,
     reward_models,
     teacher_folders,
@@ -346,6 +348,11 @@ def _write_gb_s(folder: Path) -> float | None:
 
 def memory_of_pools(config: Config) -> dict[str, dict[str, float]]:
     """By pool and role, GiB of a GPU; empty where the model's sizes are not known."""
+    policies = policies_of(config).items()
+    return {pool_of(policy, pool): roles for policy, own in policies for pool, roles in _memory_of_policy(own).items()}
+
+
+def _memory_of_policy(config: Config) -> dict[str, dict[str, float]]:
     if config.model.path is None:
         return {}
     try:

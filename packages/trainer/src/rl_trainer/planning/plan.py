@@ -11,9 +11,15 @@ from rl_engine.types import LoraExport
 from rl_trainer import plugins
 from rl_trainer.algorithms.rules import check_algorithm
 from rl_trainer.data.datasets import check_data
-from rl_trainer.errors import PlanError
-from rl_trainer.pipeline.roles import data_parallel_ranks, is_offloaded, longest_sequence, update_barrier
-from rl_trainer.pipeline.rules import check_elastic, check_pipeline
+from rl_trainer.errors import PlanError, naming_policy
+from rl_trainer.pipeline.roles import (
+    data_parallel_ranks,
+    is_offloaded,
+    longest_sequence,
+    policies_of,
+    update_barrier,
+)
+from rl_trainer.pipeline.rules import check_elastic, check_pipeline, check_policies
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.gpus import check_placement
 from rl_trainer.rewards.scorer import check_rule
@@ -109,7 +115,11 @@ def make_plan(config: Config) -> BatchPlan:
         PlanError: numbers that do not divide, or settings that cannot work together.
         ConfigError: an algorithm that is not registered, or an option that it has not.
     """
-    plan = _batch_plan(config)
+    check_policies(config)
+    plans, policies = list[BatchPlan](), policies_of(config).items()
+    for name, own in policies:
+        with naming_policy(name):
+            plans.append(_batch_plan(own))
     check_data(config.data)
     for name, part in config.reward.parts.items():
         check_rule(f"reward.parts.{name}", part)
@@ -120,11 +130,13 @@ def make_plan(config: Config) -> BatchPlan:
         )
     if config.batch.filter is not None:
         plugins.filter_named(config.batch.filter)
-    check_algorithm(config)
-    check_pipeline(config)
-    _check_layout(config)
-    check_placement(config)
-    return plan
+    for name, own in policies:
+        with naming_policy(name):
+            check_algorithm(own)
+            check_pipeline(own)
+            _check_layout(own)
+            check_placement(own)
+    return plans[0]
 
 
 def _check_layout(config: Config) -> None:

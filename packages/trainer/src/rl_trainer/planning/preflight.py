@@ -97,10 +97,18 @@ def _model_folder(path: str | None, key: str, *, has_weights: bool = True) -> st
         raise InputError(str(error)) from error
 
 
-def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weights: bool = True) -> None:
+def check(
+    config: Config,
+    rows: list[Row],
+    *,
+    is_resumed: bool = False,
+    has_weights: bool = True,
+    is_one_of: bool = False,
+) -> None:
     """Check backends, model folder, output folder and reward rules.
 
-    `has_weights`: the model's weights are there already, and not to be downloaded once all is checked.
+    `has_weights`: the model's weights are there already, and not to be downloaded once all is checked. `is_one_of`: the
+    configuration is that of one of several policies.
 
     Raises:
         InputError: the first thing that cannot work, in one sentence.
@@ -123,6 +131,10 @@ def check(config: Config, rows: list[Row], *, is_resumed: bool = False, has_weig
     if config.tracking.keep_samples is True and not plugins.is_installed("pyarrow"):
         raise ConfigError("tracking.keep_samples needs pyarrow: pip install 'rl-post-trainer[parquet]'")
     check_model(config, has_weights=has_weights)
+    if is_one_of and config.model.path is not None and model_facts(Path(config.model.path)).takes_images:
+        raise InputError(
+            f"the model in {config.model.path} takes images, which runs of several policies do not pass on"
+        )
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
     if config.engine.router_replay and any(shows_images(row) for row in rows):

@@ -15,7 +15,8 @@ from rich.console import Console
 from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import ConfigError, PlanError
+from rl_trainer.errors import ConfigError, PlanError, naming_policy
+from rl_trainer.pipeline.roles import facts_of_each, of_each, policies_of, with_model, with_policies
 from rl_trainer.planning import preflight
 from rl_trainer.planning.gpus import (
     check_gpus,
@@ -34,6 +35,8 @@ from rl_trainer.rewards.checks import reward_source
 from rl_trainer.rewards.code import sandbox_facts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_trainer.config import Config
     from rl_trainer.data import Datasets
 
@@ -51,8 +54,9 @@ class Prepared:
     facts: tuple[tuple[str, str], ...]
     rows: RowCheck
     """Check of the rows, of which a sample is done."""
-    model: str | None
-    """`model.path` as it was given; another than in `config` if it is the hub's id of a model without weights yet."""
+    models: Mapping[str, str | None]
+    """`model.path` of each policy as it was given; another than in `config` if it is the hub's id of a model without
+    weights yet."""
     resume: Resume = False
 
     def show(self, console: Console) -> None:
@@ -60,16 +64,18 @@ class Prepared:
         show_table(console, "batch plan", self.facts)
 
     def with_weights(self) -> Config:
-        """Configuration with the policy's weights in their folder, downloaded if they are the hub's.
+        """Configuration with the policies' weights in their folders, downloaded if they are the hub's.
 
         Raises:
             InputError: the hub does not have them, or they are not those of the run that is resumed.
         """
-        if self.config.model.path == self.model:
+        policies = policies_of(self.config)
+        if {name: own.model.path for name, own in policies.items()} == self.models:
             return self.config
-        config = preflight.with_policy(self.config, self.model)
+        config = with_policies({name: preflight.with_policy(own, self.models[name]) for name, own in policies.items()})
         checkpoints.check_inputs(config, self.datasets, is_forced=self.resume == "anyway")
-        preflight.check_model(config)
+        for own in policies_of(config).values():
+            preflight.check_model(own)
         return config
 
 
@@ -89,13 +95,17 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
     check_gpus(named)
     with preflight.backends_asked(named):
         datasets = datasets or _rows(named)
-        config = preflight.with_models(named)
+        config = of_each(named, preflight.with_models)
         rows = [*datasets.train, *datasets.eval]
-        preflight.check(config, rows, is_resumed=bool(resume), has_weights=config.model.path == named.model.path)
+        models = {name: own.model.path for name, own in policies_of(named).items()}
+        for name, own in policies_of(config).items():
+            with naming_policy(name):
+                has_weights = own.model.path == models[name]
+                preflight.check(own, rows, is_resumed=bool(resume), has_weights=has_weights, is_one_of=bool(name))
         preflight.check_given(datasets.train, config.batch.given)
         checkpoints.check_resume(config, len(datasets.train), is_known_whole=bool(resume))  # no rows of a stream
         others = checkpoints.check_inputs(named, datasets, is_forced=resume == "anyway")
-        backends = preflight.check_backends(config)
+        backends = facts_of_each(config, preflight.check_backends)
         known = _facts(config, datasets)  # reads the chat template, before a row is rendered
     check, resumed_at = RowCheck(config, datasets), list[tuple[str, str]]()
     if config.resume_from is not None:
@@ -107,12 +117,10 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
         *resumed_at,
         *(("changed", f"{name}: not as in the checkpoint's run (resume=anyway)") for name in others),
         *backends,
-        *preflight.program_facts(config),
+        *facts_of_each(config, preflight.program_facts),
         *counts.lines(config),
     ]
-    return Prepared(
-        config=config, datasets=datasets, facts=tuple(facts), rows=check, model=named.model.path, resume=resume
-    )
+    return Prepared(config=config, datasets=datasets, facts=tuple(facts), rows=check, models=models, resume=resume)
 
 
 def prepare_policy(config: Config, *, is_served: bool = False) -> tuple[Config, Datasets]:
@@ -121,6 +129,11 @@ def prepare_policy(config: Config, *, is_served: bool = False) -> tuple[Config, 
     Raises:
         InputError: something cannot work.
     """
+    if config.policies:
+        raise ConfigError(
+            f"the recipe has the policies {', '.join(config.policies)}, and a single policy can be evaluated here; "
+            "rl-train evaluates them together, every eval_every steps"
+        )
     if config.model.path is None:
         raise ConfigError("model.path is not set: give the folder of the policy, or the hub's id of it")
     config = preflight.with_policy(settle(config), config.model.path)
@@ -167,8 +180,7 @@ def resumed(config: Config, console: Console | None = None) -> Config:
         (console or Console()).print(found, highlight=False, soft_wrap=True)
     if checkpoint is None:
         return config
-    model = replace(config.model, path=config.model.path or str(folder / "model"))
-    return replace(config, resume_from=str(checkpoint), model=model)
+    return replace(with_model(config, folder / "model"), resume_from=str(checkpoint))
 
 
 def finished(config: Config) -> str | None:
@@ -183,22 +195,26 @@ def finished(config: Config) -> str | None:
 
 
 def _facts(config: Config, datasets: Datasets) -> list[tuple[str, str]]:
-    engine, rollout = config.engine, config.rollout
-    components = f"{engine.backend} x {engine.world_size}, {rollout.backend} x {rollout.num_replicas}"
     storage = config.queue_storage or "shm, or ray over several nodes"
     num_prompts = "streamed" if datasets.stream is not None else f"{len(datasets.train):,}"
     return [
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, runtime {config.runtime}"),
-        ("components", f"{components}, weights by {config.weights_transport}, samples by {storage}"),
-        *precision_facts(config),
+        *facts_of_each(config, lambda own: _component_facts(own, storage)),
+        *facts_of_each(config, precision_facts),
         *gpu_facts(config),
         *placement_facts(config, memory_of_pools(config), gpus=count_gpus(config)),
-        *memory_facts(config, there=gpu_gib()),
-        *checkpoint_facts(config),
-        *speed_facts(config, datasets),
+        *facts_of_each(config, lambda own: memory_facts(own, there=gpu_gib())),
+        *facts_of_each(config, checkpoint_facts),
+        *facts_of_each(config, lambda own: speed_facts(own, datasets)),
         ("data", f"{num_prompts} training prompts, {len(datasets.eval):,} held out"),
         *([("rows left out", f"{datasets.num_bad}: {'; '.join(datasets.bad)}")] if datasets.num_bad else []),
         ("reward", reward_source(config.reward, [*datasets.train, *datasets.eval])),
         *sandbox_facts(config.reward, config.agent),
-        *preflight.folder_facts(config),
+        *facts_of_each(config, preflight.folder_facts),
     ]
+
+
+def _component_facts(config: Config, storage: str) -> list[tuple[str, str]]:
+    engine, rollout = config.engine, config.rollout
+    components = f"{engine.backend} x {engine.world_size}, {rollout.backend} x {rollout.num_replicas}"
+    return [("components", f"{components}, weights by {config.weights_transport}, samples by {storage}")]

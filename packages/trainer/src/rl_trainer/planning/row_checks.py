@@ -15,9 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import rl_agent.registry
+from rl_agent.base import Policy
 from rl_agent.errors import AgentError, LoopError, PluginError
 from rl_trainer.data.datasets import Complaints
 from rl_trainer.errors import DataError, InputError, RewardError
+from rl_trainer.pipeline.roles import policies_of
 from rl_trainer.rewards import Scorer
 from rl_trainer.rewards.scorer import SERVED, needs_parser, unusable_truth
 from rl_trainer.workers.agent import PromptMeter, create_runner
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from rl_agent.base import Generator as Server
+    from rl_agent.base import PromptTokenizer
     from rl_trainer.config import Config
     from rl_trainer.config.schema import RewardSection
     from rl_trainer.data import Datasets
@@ -169,11 +172,14 @@ class RowCheck:
             InputError: the tokenizer, its chat template or an agent loop cannot be used.
         """
         config = self._config
-        folder = str(config.model.path)
+        folder, make = str(config.model.path), rl_agent.registry.create_tokenizer
 
-        async def measure(tokenizer: Any) -> tuple[list[int | str], int]:
-            runner = create_runner(config.agent, cast("Server", None), tokenizer)  # nothing is generated
-            meter = PromptMeter(tokenizer, config, folder)
+        async def measure() -> tuple[list[int | str], int]:
+            paths = {name: str(own.model.path) for name, own in policies_of(config).items()}
+            nothing = cast("Server", None)  # nothing is generated
+            policies = {name: Policy(nothing, make(path)) for name, path in paths.items()}
+            runner = create_runner(config.agent, policies)
+            meter = PromptMeter(cast("PromptTokenizer", next(iter(policies.values())).tokenizer), config, folder)
             found, num_changed = list[int | str](), 0
             try:
                 while len(found) < len(self._rows) and (not found or time.monotonic() < until):
@@ -188,7 +194,7 @@ class RowCheck:
             return found, num_changed
 
         try:
-            return asyncio.run(measure(rl_agent.registry.create_tokenizer(folder)))
+            return asyncio.run(measure())
         except (LoopError, PluginError) as error:
             raise InputError(f"agent.loop={self._config.agent.loop} cannot be made: {error}") from error
         except (AgentError, ValueError, OSError) as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import rl_agent.registry
 import rl_rollout.registry
 import rl_tq.registry
+from rl_agent.base import Policy
 from rl_agent.errors import RowError
 from rl_agent.types import AgentLoopOutput, Failure, GroupResult, RolloutResult
 from rl_engine.registry import describe_model, describe_tokens
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from rl_trainer.config import Config
     from rl_trainer.config.schema import AgentSection, RewardSection
     from rl_trainer.data import Row
-    from rl_trainer.rewards.scorer import Score
     from rl_trainer.runtime.base import WorkerContext
     from rl_trainer.workers.columns import Group, Sample
 
@@ -103,6 +103,8 @@ class EvalReport:
     """Completions that did not."""
     last_failure: str = ""
     """Row, type and message of one failure."""
+    policies: tuple[str, ...] = ()
+    """Policy of each of those completions, where there are several."""
 
 
 class _Outcomes:
@@ -237,11 +239,12 @@ class AgentWorker:
         *,
         config: Config,
         has_baseline: bool,
-        model_path: str,
-        servers: Sequence[ServerAddress],
+        model_paths: Mapping[str, str],
+        servers: Mapping[str, Sequence[ServerAddress]],
         queue_address: str,
         timeout_s: float,
     ) -> None:
+        """`model_paths` and `servers` are by policy; the first is the default one, the only one has an empty name."""
         reward, teacher = config.reward, config.teacher
         self._timeout_s, self._config, self._has_baseline = timeout_s, config, has_baseline
         self._num_given, self._is_kept = config.batch.given, group_filter(config.batch)
@@ -250,7 +253,10 @@ class AgentWorker:
         self._streams: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._outcomes = _Outcomes()
-        self._tokenizer = rl_agent.registry.create_tokenizer(model_path)
+        self._default = next(iter(model_paths))
+        make = rl_agent.registry.create_tokenizer
+        self._tokenizers = {policy: make(model_path) for policy, model_path in model_paths.items()}
+        self._tokenizer = self._tokenizers[self._default]
         self._num_evaluated = 0
         self._served_teacher = None
         if teacher is not None and teacher.url is not None:
@@ -261,23 +267,30 @@ class AgentWorker:
             thinking=thinking_of(self._tokenizer, reward, config.agent),
             num_steps=config.steps,
         )
-        self._meter = PromptMeter(self._tokenizer, config, model_path)
+        self._meter = PromptMeter(self._tokenizer, config, model_paths[self._default])
         self._tokens, self._reader = self._meter.tokens, self._meter.reader
+        self._num_known: Any = self._tokens.num_tokens
+        if self._default:
+            self._num_known = {policy: describe_tokens(path).num_tokens for policy, path in model_paths.items()}
         self._runner = self._loop.run(self._open(servers), timeout_s)
 
-    async def _open(self, servers: Sequence[ServerAddress]) -> RolloutRunner:
+    async def _open(self, servers: Mapping[str, Sequence[ServerAddress]]) -> RolloutRunner:
         await self._scorer.start()
         if self._served_teacher is not None:
             await self._served_teacher.start()
-        self._replicas = Replicas(servers)
-        trace_requests(self._replicas.router)
-        asks_experts = self._config.engine.router_replay
-        server = ExpertAsking(self._replicas.router) if asks_experts else self._replicas.router
-        return create_runner(self._config.agent, server, self._tokenizer)
+        self._replicas = {policy: Replicas(addresses) for policy, addresses in servers.items()}
+        policies: dict[str, Policy] = {}
+        for policy, replicas in self._replicas.items():
+            trace_requests(replicas.router)
+            asks_experts = self._config.engine.router_replay
+            server = ExpertAsking(replicas.router) if asks_experts else replicas.router
+            policies[policy] = Policy(server, self._tokenizers[policy])
+        return create_runner(self._config.agent, policies)
 
-    def use_servers(self, servers: list[ServerAddress], reward_urls: Mapping[str, str]) -> None:
+    def use_servers(self, servers: Mapping[str, Sequence[ServerAddress]], reward_urls: Mapping[str, str]) -> None:
         """Set the replicas to generate on and the reward servers to ask: `Replicas.use`, `Scorer.use`."""
-        self._loop.run(self._replicas.use(servers), self._timeout_s)
+        for policy, addresses in servers.items():
+            self._loop.run(self._replicas[policy].use(addresses), self._timeout_s)
         self._scorer.use(reward_urls)
 
     def prompt_lengths(self, rows: list[Row]) -> list[int | str]:
@@ -359,13 +372,28 @@ class AgentWorker:
                     elif group.failures:
                         self._outcomes.fail(job, group.failures)
                     else:
-                        made = [sample for rollout in group.rollouts for sample in scored(rollout)]
+                        made = self._named([sample for rollout in group.rollouts for sample in scored(rollout)], job)
                         samples = [self._meter.with_teacher_prompt(sample, job.row) for sample in made]
                         writer.add((job.group_id, samples, greedy))
         finally:  # also when it is stopped: what is complete is written
             if baselines is not None:
                 baselines.cancel()
             await writer.finish()
+
+    def _named(self, samples: list[Sample], job: Job) -> list[Sample]:
+        """Samples with the names of their policies, where there are several: those without one are the default's.
+
+        Raises:
+            TrainerError: one is of a policy that the run has not.
+        """
+        for output, _ in samples:
+            if output.policy and output.policy not in self._tokenizers:
+                there = ", ".join(filter(None, self._tokenizers)) or "one, which has no name"
+                why = f"the agent loop gave a trajectory of policy {output.policy!r}; the run's policies are: {there}"
+                raise TrainerError(_located(job, why))
+        if not self._default:
+            return samples
+        return [(replace(output, policy=output.policy or self._default), score) for output, score in samples]
 
     async def _given(self, group: GroupResult, grading: Grading, row: Row) -> list[RolloutResult]:
         """The completions of a group that are taken from its row; they are as new as the sampled ones."""
@@ -415,10 +443,15 @@ class AgentWorker:
         """Put the groups that the filters keep, each under its credit, and note how every group ended."""
         columns, tags = self._columns(groups, jobs)
         graded = {group: [*rows] for group, rows in groupby(tags, itemgetter("group_id"))}
-        dropped = [group for group, rows in graded.items() if not self._is_kept(rows)]
+        dropped = [group for group, rows in graded.items() if not self._has_kept(rows)]
         self._outcomes.end("dropped", [GradedGroup.of(graded[group]) for group in dropped])
         if kept := [group for group in groups if group[0] not in dropped]:
             self._write(kept, partition, jobs, *((columns, tags) if not dropped else self._columns(kept, jobs)))
+
+    def _has_kept(self, tags: list[dict[str, Any]]) -> bool:
+        """Whether the filters keep a group, or of several policies the rows of one."""
+        policies = {tag.get("policy") for tag in tags}
+        return any(self._is_kept([tag for tag in tags if tag.get("policy") == policy]) for policy in policies)
 
     def _write(
         self,
@@ -443,8 +476,8 @@ class AgentWorker:
 
     def _columns(self, groups: list[Group], jobs: Mapping[int, Job]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Columns and tags of groups."""
-        has_experts, num_known = self._config.engine.router_replay, self._tokens.num_tokens
-        columns, tags = to_columns(groups, has_experts=has_experts, reader=self._reader, num_known=num_known)
+        has_experts = self._config.engine.router_replay
+        columns, tags = to_columns(groups, has_experts=has_experts, reader=self._reader, num_known=self._num_known)
         for tag in tags:
             job = jobs[tag["group_id"]]
             tag["attempt"] = job.attempt
@@ -466,19 +499,21 @@ class AgentWorker:
         return self._num_evaluated
 
     async def _evaluate(self, jobs: list[Job], sampling_params: dict[str, Any]) -> EvalReport:
-        scores: list[Score] = []
+        samples: list[Sample] = []
         failures: list[str] = []
         rows = [job.row for job in jobs]
         grading, self._num_evaluated = Grading(rows, self._scorer), 0
         async for group in self._runner.run_groups(
             rows, sampling_params, group_size=1, grade=grading.grade, complete=grading.complete
         ):
-            scores += [score for rollout in group.rollouts for _, score in scored(rollout)]
+            made = [sample for rollout in group.rollouts for sample in scored(rollout)]
+            samples += self._named(made, jobs[group.row_index])
             failures += [_located(jobs[group.row_index], failure.message) for failure in group.failures]
             self._num_evaluated += 1
-        right = [score.is_right for score in scores]
+        right = [score.is_right for _, score in samples]
         return EvalReport(
-            rewards=tuple(score.reward for score in scores),
+            rewards=tuple(score.reward for _, score in samples),
+            policies=tuple(output.policy for output, _ in samples) if self._default else (),
             num_right=None if None in right else right.count(True),
             num_failed=len(failures),
             last_failure=failures[-1] if failures else "",
@@ -487,14 +522,16 @@ class AgentWorker:
     def write_samples(self, batch: BatchMeta, step: int, folder: str) -> int:
         """Write samples by `write_step`, with this worker's tokenizer and queue; returns the bytes on disk."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return write_step(self._queue, self._tokenizer, Path(folder), batch, step)
+        tokenizer = self._tokenizers[batch.tags[0].get("policy", "")]
+        return write_step(self._queue, tokenizer, Path(folder), batch, step)
 
     def close(self) -> None:
         """Cancel running rollouts, close servers and queue, and stop the event loop."""
         for stream in self._streams:
             stream.cancel()
         self._loop.run(self._runner.close(), 30.0)
-        self._loop.run(self._replicas.router.stop(), 30.0)
+        for replicas in self._replicas.values():
+            self._loop.run(replicas.router.stop(), 30.0)
         self._loop.run(self._scorer.close(), 30.0)
         if self._served_teacher is not None:
             self._loop.run(self._served_teacher.close(), 30.0)
@@ -502,14 +539,16 @@ class AgentWorker:
         self._queue.close()
 
 
-def create_runner(config: AgentSection, server: Generator, tokenizer: Tokenizer) -> RolloutRunner:
-    """Runner of the agent loops of `agent.loop`, or of the loops that rows name, on a server."""
+def create_runner(config: AgentSection, policies: Mapping[str, Policy]) -> RolloutRunner:
+    """Runner of the agent loops of `agent.loop`, or of the loops that rows name, on the servers of policies by name."""
     played = {} if config.environment is None else {"environment": config.environment}
+    first, make = next(iter(policies.values())), rl_agent.registry.create_loop
+    by_name = {name: each for name, each in policies.items() if name}
     return rl_agent.registry.create_runner(
         lambda name: (
-            rl_agent.registry.create_loop(loop_named(name), server, tokenizer, **config.options, **played)
+            make(loop_named(name), first.server, first.tokenizer, by_name, **config.options, **played)
             if name == config.loop  # a row may name an installed loop alone: data is no code
-            else rl_agent.registry.create_loop(name, server, tokenizer)
+            else make(name, first.server, first.tokenizer, by_name)
         ),
         default_loop=config.loop,
         max_concurrent=config.max_concurrent,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,12 @@ def to_columns(
     *,
     has_experts: bool = False,
     reader: ImageReader | None = None,
-    num_known: int | None = None,
+    num_known: int | Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Columns and tags of groups. Ragged columns are jagged tensors; "per token" means per completion token.
 
     `has_experts` writes `EXPERTS`, a `reader` writes `IMAGES` and the images' places in the ids. Sampled ids beyond the
-    tokenizer's `num_known` are counted.
+    tokenizer's `num_known`, of several policies by name, are counted.
 
     Raises:
         TrainerError: rewards have different parts, a server did not tell the experts of every token, or images and
@@ -114,6 +115,7 @@ def to_columns(
             "weight_version_max": max(v),
             "finish_reason": str(o.finish_reason),
             **({GIVEN: True} if o.extra_fields.get(GIVEN) else {}),
+            **({"policy": o.policy} if o.policy else {}),
         }
         for group_id, o, score, v in zip(group_ids, outputs, scores, versions, strict=True)
     ]
@@ -181,8 +183,9 @@ def _jagged(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-def _num_unknown(output: AgentLoopOutput, num_known: int | None) -> int:
+def _num_unknown(output: AgentLoopOutput, num_known: int | Mapping[str, int] | None) -> int:
     """Sampled ids that are beyond the tokenizer: rows of an embedding that was padded."""
+    num_known = num_known[output.policy] if isinstance(num_known, Mapping) else num_known
     pairs = zip(output.completion_token_ids, output.loss_mask, strict=True)
     return 0 if num_known is None else sum(bool(wrote) and token >= num_known for token, wrote in pairs)
 
