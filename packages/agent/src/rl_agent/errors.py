@@ -36,6 +36,9 @@ T = TypeVar("T")
 class AgentError(Exception):
     """Base class of the errors of rl-agent."""
 
+    row_index: int | None = None
+    """Index in its batch of the row whose rollout raised it, set by the runner."""
+
 
 class LoopError(AgentError, ValueError):
     """Unknown agent loop, or one that cannot be imported."""

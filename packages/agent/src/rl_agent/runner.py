@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rl_agent.base import AgentLoop, RolloutRunner
 from rl_agent.chat_template import ROWS_AT_ONCE, tokenize_prompt, tokenize_prompts
 from rl_agent.errors import (
+    AgentError,
     FailureError,
     LoopError,
     OutputError,
@@ -264,6 +265,8 @@ class AgentRunner(RolloutRunner):
             outcome = _deadline_failure(self._timeout_s, num_attempts, outcome)
         except Exception as error:
             error.add_note(f"in rollout {rollout_index} of row {row_index}, agent loop {type(loop).__name__}")
+            if isinstance(error, AgentError):
+                error.row_index = row_index
             raise
         return RolloutResult(
             row_index=row_index,

@@ -92,6 +92,8 @@ class SelfPlayLoop(AgentLoop):
             if set(self._policy_of) != set(seats):
                 given = ", ".join(self._policy_of)
                 raise LoopError(f"option seats has {given}; it needs those of the game: {', '.join(seats)}")
+            for name in self._policy_of.values():
+                self.policy(name)
             return [*seats]
         own = row.get("seat")
         if not isinstance(own, str) or own not in seats:

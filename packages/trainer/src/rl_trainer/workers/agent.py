@@ -17,7 +17,7 @@ import rl_agent.registry
 import rl_rollout.registry
 import rl_tq.registry
 from rl_agent.base import Policy
-from rl_agent.errors import RowError
+from rl_agent.errors import AgentError, RowError
 from rl_agent.types import AgentLoopOutput, Failure, GroupResult, RolloutResult
 from rl_engine.registry import describe_model, describe_tokens
 from rl_rollout.errors import ServerLostError
@@ -36,7 +36,7 @@ from rl_trainer.workers.queue import write_step
 from rl_trainer.workers.teacher import ServedTeacher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from rl_agent.base import Generator, PromptTokenizer, RolloutRunner
@@ -137,6 +137,17 @@ class _Outcomes:
 
 def _located(job: Job, message: str) -> str:
     return f"{job.where}: {message}" if job.where else message
+
+
+async def _naming_rows(groups: AsyncIterator[GroupResult], jobs: Sequence[Job]) -> AsyncIterator[GroupResult]:
+    """The groups; an error of the agent loop itself, which ends the run, is raised with the place of its row."""
+    try:
+        async for group in groups:
+            yield group
+    except AgentError as error:
+        if error.row_index is None:
+            raise
+        raise TrainerError(_located(jobs[error.row_index], str(error))) from error
 
 
 class _GroupWriter:
@@ -364,7 +375,7 @@ class AgentWorker:
         )
         try:
             async with aclosing(finished) as groups:
-                async for group in groups:
+                async for group in _naming_rows(groups, jobs):
                     job = jobs[group.row_index]
                     greedy = None if baselines is None else (await baselines)[job.group_id]
                     if isinstance(greedy, Failure):
@@ -503,9 +514,10 @@ class AgentWorker:
         failures: list[str] = []
         rows = [job.row for job in jobs]
         grading, self._num_evaluated = Grading(rows, self._scorer), 0
-        async for group in self._runner.run_groups(
+        finished = self._runner.run_groups(
             rows, sampling_params, group_size=1, grade=grading.grade, complete=grading.complete
-        ):
+        )
+        async for group in _naming_rows(finished, jobs):
             made = [sample for rollout in group.rollouts for sample in scored(rollout)]
             samples += self._named(made, jobs[group.row_index])
             failures += [_located(jobs[group.row_index], failure.message) for failure in group.failures]
