@@ -145,7 +145,7 @@ class RunState:
 
 
 def folder_of(folder: Path, policy: str) -> Path:
-    """Folder of a policy in a checkpoint or in `output_dir`; the whole of it where there is one policy."""
+    """Folder of a policy in a checkpoint or in `output_dir`: the whole of it if it is the only one."""
     return folder / "policies" / policy if policy else folder
 
 

@@ -241,12 +241,8 @@ class RecordingProxy:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         del request
         about = {"object": "model", "created": int(time.time()), "owned_by": "rl-agent"}
-        data = [{"id": name, **about} for name in self._models_served]
+        data = [{"id": name, **about} for name in _models_of(self._recorders)]
         return web.json_response({"object": "list", "data": data})
-
-    @property
-    def _models_served(self) -> list[str]:
-        return [name for name in self._recorders if name] or [DEFAULT_MODEL]
 
     def _recorder_of(self, call: Call) -> Recorder:
         """Recorder of the policy that a call names.
@@ -257,7 +253,8 @@ class RecordingProxy:
         if len(self._recorders) == 1 or call.model == DEFAULT_MODEL:
             return self._recorders[""]
         if call.model not in self._recorders:
-            raise RowError(f"model {call.model!r} is not served here; choose one of {', '.join(self._models_served)}")
+            served = ", ".join(_models_of(self._recorders))
+            raise RowError(f"model {call.model!r} is not served here; choose one of {served}")
         return self._recorders[call.model]
 
     # ---- sessions over HTTP
@@ -402,6 +399,11 @@ class _Heard:
         if isinstance(error, (ConnectionResetError, asyncio.CancelledError)):
             self._session.recording.abandon(self._response_id)
             _log.info("session %r: a caller left before its answer", self._session.name)
+
+
+def _models_of(recorders: Iterable[str]) -> list[str]:
+    """Names of the models that requests may name."""
+    return [name for name in recorders if name] or [DEFAULT_MODEL]
 
 
 def _read(read: Callable[[bytes], Call], body: bytes) -> Call:

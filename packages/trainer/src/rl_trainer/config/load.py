@@ -220,7 +220,7 @@ def bare(hint: Any) -> Any:
 
 
 def of_policy(key: str) -> str:
-    """Key of the run's own that a key of one of its `policies` stands for; any other key as it is."""
+    """Key of a policy of `policies` without the policy's name: the key of the run; any other key as it is."""
     return re.sub(r"^policies\.[\w-]+\.", "", key)
 
 
