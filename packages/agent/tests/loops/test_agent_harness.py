@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rl_agent import AgentRunner, Failure, LoopError, PluginError, RowError, create_loop, validate_output
+from rl_agent.base import Policy
 from rl_agent.errors import FailureError
 from rl_agent.loops.harness import credited
 from rl_agent.sandbox import worker as workers
@@ -342,3 +343,29 @@ def test_the_openai_client_runs_in_the_sandbox(files, tmp_path):
     (output,) = run(says("5"), entry=entry, verifier=files("right"), venv=prefix)
     assert output.extra_fields["harness"] == {"exit_status": 0, "output": ""}
     assert output.reward == 1.0
+
+
+@pytest.mark.process
+def test_a_harness_of_two_policies_is_rewarded_by_policy(files, tmp_path):
+    (tmp_path / "checks.py").write_text(
+        "def by_policy(row, folder, outputs):\n    return [{'one': 1.0, 'two': -1.0}[o.policy] for o in outputs]\n"
+    )
+    (tmp_path / "agent.py").write_text(
+        HARNESS + "\ndef talking(row):\n    ask(row['prompt'], model='one')\n    ask(row['prompt'], model='two')\n"
+    )
+    servers = {"one": says("a"), "two": says("b")}
+
+    async def main():
+        policies = {name: Policy(server, TOKENIZER) for name, server in servers.items()}
+        options = {"entry": f"{tmp_path}/agent.py:talking", "verifier": f"{tmp_path}/checks.py:by_policy"}
+        loop = create_loop("harness", servers["one"], TOKENIZER, policies, credit="trajectory", **options)
+        try:
+            return await loop.run({"max_new_tokens": 64}, ROW)
+        finally:
+            await loop.close()
+
+    outputs = asyncio.run(main())
+    assert [(output.policy, output.text, output.reward) for output in outputs] == [
+        ("one", "a", 1.0),
+        ("two", "b", -1.0),
+    ]

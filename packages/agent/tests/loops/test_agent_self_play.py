@@ -1,10 +1,11 @@
-"""Self-play: both seats are the policy's, one is learned from."""
+"""Self-play: both seats are the policy's and one is learned from, or each seat has a policy that learns."""
 
 import asyncio
 
 import pytest
 
-from rl_agent import FailureError, RowError, validate_output
+from rl_agent import FailureError, LoopError, RowError, create_loop, validate_output
+from rl_agent.base import Policy
 from rl_agent.loops.self_play import SelfPlayLoop
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 
@@ -110,3 +111,43 @@ def test_the_prompt_is_what_the_first_seat_sees(game):
 def test_limits_are_positive(game):
     with pytest.raises(ValueError, match="max_turns=0"):
         SelfPlayLoop(FakeGenerator(), TOKENIZER, environment=game, max_turns=0)
+
+
+def versus(game, *turns, row=None, **options):
+    """Plays with a policy at each seat, of which each has a server; returns the trajectories and the servers."""
+    says = zip("xy", turns, strict=True)
+    servers = {name: FakeGenerator(lambda _, text=text: [*TOKENIZER.encode(text), 1]) for name, text in says}
+    policies = {name: Policy(server, TOKENIZER) for name, server in servers.items()}
+    given = {"environment": game, "seats": {"a": "x", "b": "y"}, **options}
+    loop = create_loop("self_play", servers["x"], TOKENIZER, policies, **given)
+    return asyncio.run(loop.run({"max_new_tokens": 8}, row or {})), servers
+
+
+def test_policies_play_seats_and_learn_from_their_rewards(game):
+    outputs, servers = versus(game, "1", "1")
+    assert [(output.policy, output.reward, output.num_turns) for output in outputs] == [("x", 1.0, 2), ("y", -1.0, 1)]
+    assert [len(server.requests) for server in servers.values()] == [2, 1]
+    for output, seat in zip(outputs, "ab", strict=True):
+        validate_output(output)
+        assert f"{seat} sees" in shown(output)
+
+
+def test_a_seat_that_never_moved_has_no_trajectory(game):
+    assert [output.policy for output in versus(game, "3", "1")[0]] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("seats", "sentence"),
+    [
+        ({"a": "x", "b": "z"}, "asks for policy 'z', and there are x, y"),
+        ({"a": "x"}, "option seats has a; it needs those of the game: a, b"),
+    ],
+)
+def test_seats_are_those_of_the_game_and_of_policies(game, seats, sentence):
+    with pytest.raises(LoopError, match=sentence):
+        versus(game, "1", "1", seats=seats)
+
+
+def test_a_loop_of_one_policy_has_no_other(game):
+    with pytest.raises(LoopError, match="asks for policy 'x', and there is one, which has no name"):
+        play(game, row={"seat": "a"}, seats={"a": "x", "b": "x"})
