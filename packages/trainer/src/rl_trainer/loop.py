@@ -102,7 +102,9 @@ def steps_of(
                     own.weights.yield_memory()
             parts.append(part)
             for name, (own, settings) in teams.items():  # one, unless the run has several policies
-                if not (rows := part.of_policy(name)):
+                rows = part.of_policy(name)
+                if len(rows) < settings.engine.world_size:  # no rank may be without one
+                    updates[name].append({"skipped_samples": float(len(rows))})
                     continue
                 # 4. Score.
                 scored[name].append(score(own, settings, rows, timer))
@@ -231,7 +233,8 @@ def learn(
     """
     actor, kl_coef = components.actor, components.kl.coef
     with timer.phase("advantage"):
-        is_whole = estimator_named(config.algorithm.advantage).scope == "whole"
+        has_groups = len(batch.positions("group_id")) >= config.engine.world_size  # one for every rank
+        is_whole = estimator_named(config.algorithm.advantage).scope == "whole" or not has_groups
         compute = actor.compute_whole_advantage if is_whole else actor.compute_advantage
         report = compute(batch, kl_coef, hash_seed(f"{config.seed}/{step}"))
         batch = batch.union(report.batch)
@@ -283,10 +286,18 @@ def scores_of(components: Components, config: Config) -> Iterator[tuple[str, Cal
 
 
 def mini_batches(batch: BatchMeta, config: Config, step: int) -> list[BatchMeta]:
-    """Mini-batches of `batch.mini_batch_size` whole groups, in a random order that seed and step determine."""
+    """Mini-batches of `batch.mini_batch_size` whole groups, in a random order that seed and step determine.
+
+    One that has no row for every rank, since the groups of a policy may have few, is joined to its neighbour.
+    """
     groups: dict[Any, Sequence[int]] = batch.positions("group_id")
     order = sorted(groups)
     random.Random(f"{config.seed}/{step}").shuffle(order)
-    size = config.batch.mini_batch_size
-    chosen = [order[at : at + size] for at in range(0, len(order), size)]
-    return [batch.reorder([*chain.from_iterable([groups[g] for g in part])]) for part in chosen]
+    size, chosen = config.batch.mini_batch_size, list[list[int]]()
+    for at in range(0, len(order), size):
+        rows = [*chain.from_iterable([groups[g] for g in order[at : at + size]])]
+        if chosen and min(len(rows), len(chosen[-1])) < config.engine.world_size:
+            chosen[-1] += rows
+        else:
+            chosen.append(rows)
+    return [batch.reorder(rows) for rows in chosen]

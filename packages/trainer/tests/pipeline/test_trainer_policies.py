@@ -2,16 +2,19 @@
 
 import json
 import re
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
+from packages.trainer.tests.support.stand_ins import FakeJob
 from rich.console import Console
 
 from rl_rollout.testing import write_tiny_model
+from rl_tq.types import BatchMeta
 from rl_trainer import checkpoints
 from rl_trainer.config import load_config
 from rl_trainer.config.explain import explain
 from rl_trainer.errors import ConfigError, InputError, PlanError, TrainerError
+from rl_trainer.loop import mini_batches, run_loop
 from rl_trainer.pipeline.roles import policies_of
 from rl_trainer.planning.gpus import pools_of, settle
 from rl_trainer.planning.prepare import prepare
@@ -128,6 +131,58 @@ def talked(model, plug_in, tmp_path_factory):
     kl = "policies.one.algorithm={kl_coef: 0.1, kl_in_reward: true, kl_target: 0.01, kl_estimator: k1}"
     options = [*rows_of(folder), "agent.loop=self_play", f"agent.environment={plug_in}:Talk", SEATS, kl]
     return options, folder / "out", trained(model, folder / "out", *options)
+
+
+class Shared(FakeJob):
+    """Fake of every component of two policies: of each batch of eight samples the last `few` are those of `two`."""
+
+    few = 1
+
+    def take(self, step, num_groups=None):
+        generated = super().take(step, num_groups)
+        batch = generated.batch
+        names = ["one"] * (len(batch) - self.few) + ["two"] * self.few
+        tags = tuple({**tags, "policy": name} for tags, name in zip(batch.tags, names, strict=True))
+        return replace(generated, batch=replace(batch, tags=tags))
+
+    def compute_whole_advantage(self, batch, kl_coef=0.0, seed=0):
+        self.calls.append("whole")
+        return self.compute_advantage(batch, kl_coef, seed)
+
+    def components(self):
+        first = replace(super().components(), policy="one")
+        return replace(first, others=(replace(first, policy="two"),))
+
+
+@pytest.mark.parametrize(
+    ("few", "calls", "skipped"),
+    [(0, ["advantage", "update 8"], 0), (1, ["advantage", "update 7"], 1), (4, ["advantage", "update 4"] * 2, None)],
+)
+def test_a_policy_with_too_few_rows_for_its_ranks_waits(few, calls, skipped):
+    """It is counted, and the others learn."""
+    policies = "policies={one: {}, two: {engine: {world_size: 4}}}"
+    sizes = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "algorithm.kl_coef=0"]
+    config = load_config("quickstart", ["steps=1", "runtime=ray", "eval_every=0", policies, *sizes])
+    job = Shared(config)
+    job.few = few
+    *_, record = run_loop(job.components(), config, [])
+    made = [call for call in job.calls if call.startswith(("adv", "update"))]
+    assert made == calls
+    assert ("whole" in job.calls) == (few == 4), "two groups cannot be divided over four ranks"
+    assert record.metrics.get("two/skipped_samples") == skipped
+    assert record.metrics["two/samples"] == few
+    assert job.calls.count("sync 2") == 2, "a version is that of both"
+
+
+@pytest.mark.parametrize(("sizes", "wanted"), [([2] * 4, [4, 4]), ([1] * 4, [4]), ([4, 4, 1], [9]), ([1, 1, 4], [6])])
+def test_a_mini_batch_has_a_row_for_every_rank(sizes, wanted, monkeypatch):
+    config = load_config("quickstart", ["batch.mini_batch_size=2", "runtime=ray", "engine.world_size=3"])
+    monkeypatch.setattr("random.Random.shuffle", lambda self, order: None)
+    tags = [{"group_id": group} for group, size in enumerate(sizes) for _ in range(size)]
+    ids = tuple(str(index) for index in range(len(tags)))
+    batch = BatchMeta(partition="train", sample_ids=ids, columns=("x",), tags=tuple(tags))
+    found = mini_batches(batch, config, 1)
+    assert [len(each) for each in found] == wanted
 
 
 @pytest.mark.process
@@ -294,4 +349,3 @@ def test_the_plan_shows_every_policy(model, plug_in, tmp_path):
     for name in ("one", "two"):
         assert {f"{name}: components", f"{name}: memory, engine rank", f"{name}: a checkpoint"} <= facts.keys()
         assert "policy" in facts[f"pool {name}.engine"]
-    assert Path(model).is_dir()

@@ -1,4 +1,4 @@
-"""Kuhn poker, the game of the recipe `self_play`, and how much a policy loses to its best opponent.
+"""Kuhn poker, the game of the recipes `self_play` and `two_policies`, and how much is lost to the best opponent.
 
 The game (Kuhn, 1950): a deck of three cards, one for each seat, an ante of 1, and a bet of 1.
 """
@@ -24,6 +24,8 @@ SITUATIONS = tuple(card + history for card in CARDS for history in ("", "p", "b"
 """All that a seat can know at its turn: its card, and the moves so far by their first letters."""
 _DEMONSTRATED = dict(zip(SITUATIONS, (0.7, 0.8, 0.4, 0.3, 0.5, 0.6, 0.4, 0.6, 0.2, 0.3, 0.6, 0.7), strict=True))
 """Probability of a bet of the player that the warm start imitates: one who bluffs too much, and traps too much."""
+_EDGE = 1 / 18
+"""What the second seat wins at an equilibrium, in antes a game (Kuhn, 1950)."""
 FINE = 1.0
 """What a seat loses by an answer that is no move, and counts as a pass."""
 
@@ -96,13 +98,22 @@ def exploitability(bets: Mapping[str, float]) -> float:
     Args:
         bets: Probability of a bet in each of `SITUATIONS`.
     """
+    return sum(seat_exploitability(bets).values()) / 2
+
+
+def seat_exploitability(bets: Mapping[str, float]) -> dict[str, float]:
+    """Antes a game that a best opponent of each seat wins more than it does at an equilibrium.
+
+    Args:
+        bets: Probability of a bet in each of `SITUATIONS`; the seats may be two policies.
+    """
     best = [-float("inf")] * 2
     for pure in itertools.product((0.0, 1.0), repeat=6):
         for seat, histories in enumerate((("", "pb"), ("p", "b"))):
             own = [card + history for card in CARDS for history in histories]
             played = {**bets, **dict(zip(own, pure, strict=True))}
             best[seat] = max(best[seat], (1, -1)[seat] * _value(played))
-    return sum(best) / 2
+    return {SEATS[0]: best[1] - _EDGE, SEATS[1]: best[0] + _EDGE}
 
 
 def _value(bets: Mapping[str, float]) -> float:
