@@ -157,6 +157,12 @@ def test_exploitability_is_exact(bets, value):
     assert kuhn.exploitability(bets) == pytest.approx(value)
 
 
+def test_each_seat_of_the_equilibrium_loses_nothing_more():
+    assert kuhn.seat_exploitability(EQUILIBRIUM) == pytest.approx({"first": 0, "second": 0})
+    first = {situation: 1.0 for situation in kuhn.SITUATIONS if situation[1:] in ("", "pb")}
+    assert kuhn.seat_exploitability(EQUILIBRIUM | first) == pytest.approx({"first": 1 / 3 - 1 / 18, "second": 0})
+
+
 @pytest.mark.parametrize(
     ("deal", "moves", "gains"),
     [

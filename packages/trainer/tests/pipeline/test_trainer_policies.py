@@ -158,7 +158,7 @@ class Shared(FakeJob):
     ("few", "calls", "skipped"),
     [(0, ["advantage", "update 8"], 0), (1, ["advantage", "update 7"], 1), (4, ["advantage", "update 4"] * 2, None)],
 )
-def test_a_policy_with_too_few_rows_for_its_ranks_waits(few, calls, skipped):
+def test_a_policy_with_fewer_rows_than_ranks_skips_the_step(few, calls, skipped):
     """It is counted, and the others learn."""
     policies = "policies={one: {}, two: {engine: {world_size: 4}}}"
     sizes = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "algorithm.kl_coef=0"]

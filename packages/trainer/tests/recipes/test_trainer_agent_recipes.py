@@ -30,7 +30,7 @@ def run(folder, *words, timeout_s):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "gui"])
+@pytest.mark.parametrize("name", [*RECIPES, "gui", "two_policies"])
 def test_a_recipe_makes_its_rows(name):
     config = load_config(name)
     data = load_datasets(config.data, seed=1, agent=config.agent)
@@ -63,3 +63,17 @@ def test_rl_adds_a_tenth_to_the_held_out_reward(name, tmp_path):
         return
     rewards = [record["eval_reward"] for record in records if record.get("eval_reward") is not None]
     assert rewards[-1] - rewards[0] >= 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_both_of_two_policies_lose_less_to_the_best_opponent(tmp_path):
+    out = tmp_path / "out"
+    run(out, "two_policies", "seed=1", timeout_s=2900)
+    before = kuhn.seat_exploitability(kuhn.bets_of(str(out / "model")))
+    opener, replier = (
+        kuhn.bets_of(str(out / "checkpoint-80" / "policies" / n / "model")) for n in ("opener", "replier")
+    )
+    after = kuhn.seat_exploitability(replier | {name: opener[name] for name in opener if name[1:] in ("", "pb")})
+    assert before["first"] - after["first"] >= 0.1
+    assert before["second"] - after["second"] >= 0.1
