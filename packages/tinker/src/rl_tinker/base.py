@@ -26,7 +26,7 @@ class TrainingGroup(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the processes, and wait until the base model is loaded.
+        """Start the processes unless they run, and wait until the base model is loaded.
 
         Raises:
             RanksLostError: they ended, or were not ready before the deadline; has their last lines of output.

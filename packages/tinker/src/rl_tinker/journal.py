@@ -160,11 +160,11 @@ class Journal:
 
     def _run(self) -> None:
         while jobs := self._waiting():
-            if not self._commit([each for statements, _ in jobs for each in statements]):
+            if not self.commit([each for statements, _ in jobs for each in statements]):
                 _settle([future for _, future in jobs], None)
             else:  # one of them is at fault: each in a transaction of its own
                 for statements, future in jobs:
-                    error = self._commit(statements)
+                    error = self.commit(statements)
                     _settle([future], error and JournalError(f"{self.path} cannot be written: {error}"))
 
     def _waiting(self) -> list[tuple[Sequence[Statement], asyncio.Future[Any]]]:
@@ -178,7 +178,8 @@ class Journal:
             jobs.append(job)
         return jobs
 
-    def _commit(self, statements: Sequence[Statement]) -> sqlite3.Error | None:
+    def commit(self, statements: Sequence[Statement]) -> sqlite3.Error | None:
+        """Run statements in one transaction, in the thread of the journal; returns its error."""
         with self._lock:
             try:
                 self._database.execute("BEGIN")

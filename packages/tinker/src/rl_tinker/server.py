@@ -66,28 +66,27 @@ class TinkerServer:
         self._closing = contextlib.AsyncExitStack()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._closing.enter_context(hold_lock(self.folder / "lock", f"output_dir={config.output_dir}"))
-        self._store = Store(self.folder)
-        self._closing.callback(self._store.close)
+        self.store = Store(self.folder)
+        self._closing.callback(self.store.close)
         self._group = group or ElasticGroup(config, base)
-        self._replicas = replicas or Replicas(config, base, self._store.checkpoints_folder)
-        self._scheduler = Scheduler(self._store, self._group, max_adapters=config.max_adapters)
-        self._samplers = Samplers(self._store, self._replicas, Stops(Path(base)), max_len=max_len)
+        self._replicas = replicas or Replicas(config, base, self.store.checkpoints_folder)
+        self._scheduler = Scheduler(self.store, self._group, max_adapters=config.max_adapters)
+        self._samplers = Samplers(self.store, self._replicas, Stops(Path(base)), max_len=max_len)
         name = config.model_name or config.model_path
-        checkpoints = CheckpointRoutes(self._store, model_name=name)
-        page = PageRoutes(self._store, self._scheduler, self._samplers, model_name=name)
+        checkpoints = CheckpointRoutes(self.store, model_name=name)
+        tenants = Tenants(Path(config.keys) if config.keys else None)
+        page = PageRoutes(self.store, self._scheduler, self._samplers, tenants, model_name=name)
         routes = [
             *SessionRoutes(
-                self._store, self._scheduler, model_name=name, is_tied=is_tied, max_len=max_len
+                self.store, self._scheduler, model_name=name, is_tied=is_tied, max_len=max_len
             ).routes(),
             *TrainingRoutes(
-                self._store, self._scheduler, self._samplers,
+                self.store, self._scheduler, self._samplers,
                 model_name=name, tokenizer=base, vocab_size=vocab_size, is_tied=is_tied, max_len=max_len,
             ).routes(),
-            *SamplingRoutes(self._store, self._samplers, model_name=name, vocab_size=vocab_size).routes(),
+            *SamplingRoutes(self.store, self._samplers, model_name=name, vocab_size=vocab_size).routes(),
             *checkpoints.routes(),
-            *page.routes(),
         ]  # fmt: skip
-        tenants = Tenants(Path(config.keys) if config.keys else None)
         self._app = Application(tenants, routes, [*checkpoints.open_routes(), *page.open_routes()])
         self.url = ""
         """Base URL, once it has started."""
@@ -137,7 +136,7 @@ class TinkerServer:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
-                for session_id in await self._store.expire():
+                for session_id in await self.store.expire():
                     self._scheduler.unload(session_id)
                 self._scheduler.check_gaps()
                 self._samplers.expire()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -11,36 +10,36 @@ from aiohttp import web
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rl_tinker.http.app import Call
     from rl_tinker.service.samplers import Samplers
     from rl_tinker.service.scheduler import Scheduler
     from rl_tinker.service.store import Store
+    from rl_tinker.service.tenants import Tenants
+    from rl_tinker.types import Model
 
 MAX_POINTS = 400
 MAX_RUNS = 100
 
 
 class PageRoutes:
-    """The page, and the numbers that it shows: those of the tenant whose key it has, and of the server as a whole.
+    """The page, and the numbers that it shows: of the tenant whose key it has, or of all where keys are not checked.
 
     Args:
         store: Records.
         scheduler: Queue of operations.
         samplers: Samples in progress.
+        tenants: Tenants by key.
         model_name: Name of the base model.
     """
 
-    def __init__(self, store: Store, scheduler: Scheduler, samplers: Samplers, *, model_name: str) -> None:
+    def __init__(
+        self, store: Store, scheduler: Scheduler, samplers: Samplers, tenants: Tenants, *, model_name: str
+    ) -> None:
         self._store, self._scheduler, self._samplers, self._model_name = store, scheduler, samplers, model_name
-        self._started = time.time()
-
-    def routes(self) -> list[tuple[str, str, Callable[[Call], Awaitable[Any]]]]:
-        """Method, path and handler of each route."""
-        return [("GET", "/page", self.numbers)]
+        self._tenants = tenants
 
     def open_routes(self) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]]:
-        """Routes without a key: the page itself, which asks for one."""
-        return [("GET", "/", self.page)]
+        """Routes that check keys themselves: the page is open, and asks for one if its numbers need it."""
+        return [("GET", "/", self.page), ("GET", "/page.json", self.numbers)]
 
     async def page(self, request: web.Request) -> web.Response:
         """The page; scripts and styles are its own, and nothing is loaded from elsewhere."""
@@ -49,26 +48,26 @@ class PageRoutes:
         policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
-    async def numbers(self, call: Call) -> Any:
+    async def numbers(self, request: web.Request) -> web.Response:
         """Numbers of the page."""
-        own = [each for each in self._store.models.values() if each.tenant == call.tenant.name]
-        newest = sorted(own, key=lambda each: -each.created)[:MAX_RUNS]
-        tenants = {each.tenant for each in self._store.models.values() if not each.is_unloaded}
-        return {
+        tenant = None if self._tenants.is_open else self._tenants.of(request.headers.get("X-API-Key", ""))
+        shown = [each for each in self._store.models.values() if tenant is None or each.tenant == tenant.name]
+        newest = sorted(shown, key=lambda each: -each.created)[:MAX_RUNS]
+        numbers = {
             "model": self._model_name,
-            "tenant": call.tenant.name,
-            "uptime_s": time.time() - self._started,
-            "tenants": len(tenants | {call.tenant.name}),
+            "tenant": "" if tenant is None else tenant.name,
+            "tenants": len({each.tenant for each in self._store.models.values() if not each.is_unloaded}),
             "queue": self._scheduler.num_waiting,
-            "own_queue": self._store.pending[call.tenant.name],
+            "own_queue": None if tenant is None else self._store.pending[tenant.name],
+            "max_pending": None if tenant is None else tenant.max_pending,
             "samples": self._samplers.num_pending,
             "tokens_trained": self._scheduler.tokens_served,
             "tokens_sampled": self._samplers.tokens_sampled,
-            "quota": {"models": call.tenant.max_models, "pending": call.tenant.max_pending},
             "runs": [self._run(each) for each in newest],
         }
+        return web.json_response(numbers)
 
-    def _run(self, model: Any) -> dict[str, Any]:
+    def _run(self, model: Model) -> dict[str, Any]:
         by_step: dict[int, list[float]] = {}
         for step, _, loss, tokens in self._store.journal.curve(model.id):
             total = by_step.setdefault(step, [0.0, 0.0])
@@ -77,6 +76,7 @@ class PageRoutes:
         points = [(step, loss / max(tokens, 1)) for step, (loss, tokens) in by_step.items()]
         return {
             "id": model.id,
+            "tenant": model.tenant,
             "step": model.step,
             "rank": None if model.adapter is None else model.adapter.rank,
             "is_active": not model.is_unloaded,

@@ -131,7 +131,8 @@ class ElasticGroup(TrainingGroup):
         Raises:
             RanksLostError: it is not ready before the deadline.
         """
-        if self._launcher is not None and self._launcher.returncode is not None:
+        has_left = self._peer is not None and self._peer[0].at_eof()
+        if self._launcher is not None and (has_left or self._launcher.returncode is not None):
             self._end()
         if self._launcher is None:
             self._start_launcher()

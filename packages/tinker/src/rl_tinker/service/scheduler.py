@@ -35,7 +35,8 @@ MAX_ATTEMPTS = 3
 the second attempt on it runs alone."""
 GAP_S = 600.0
 """Seconds that operations wait for one with a lower number that has not arrived."""
-_RETRY_S = (0.5, 2.0, 10.0, 30.0)
+RETRY_S = (0.0, 0.5, 2.0, 10.0, 30.0)
+"""Seconds before the training processes are started again, by the number of losses in a row."""
 _CANCELLED = -1
 _PASSES = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 
@@ -53,6 +54,7 @@ class Scheduler:
 
     def __init__(self, store: Store, group: TrainingGroup, *, max_adapters: int) -> None:
         self._store, self._group = store, group
+        self._max_adapters = max_adapters
         self._work = ModelOperations(store, group, max_adapters=max_adapters)
         self._queues: dict[str, dict[int, Operation]] = {}
         """Operations that wait, by model and number."""
@@ -164,7 +166,8 @@ class Scheduler:
         while heads:
             best = min(heads, key=lambda each: (served[each.tenant], each.created))
             heads.remove(best)
-            if batch and (best.kind != batch[0].kind or best.attempts or tokens + best.tokens > TURN_TOKENS):
+            is_full = tokens + best.tokens > TURN_TOKENS or len(batch) == self._max_adapters
+            if batch and (is_full or best.kind != batch[0].kind or best.attempts):
                 continue
             batch.append(best)
             tokens += best.tokens
@@ -178,23 +181,27 @@ class Scheduler:
         batch: list[Operation] = []
         while True:
             try:
+                batch = []
                 await self._do_chores()
                 batch = self.next_batch()
                 if not batch:
                     self._wake.clear()
                     await self._wake.wait()
                     continue
+                starting, batch = batch, []  # processes that end while they start are not the fault of an operation
+                await self._group.start()
+                batch = starting
                 await self._run_batch(batch)
                 failures = 0
             except RanksLostError as error:
                 _log.warning("training processes lost: %s", error)
                 await self._give_up(batch, error)
-                await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+                await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
             except JournalError:  # nothing was acknowledged: what ran is run again from the durable state
                 _log.exception("the journal cannot be written")
                 self._work.forget_all()
-                await asyncio.sleep(_RETRY_S[-2])
+                await asyncio.sleep(RETRY_S[-2])
             except Exception:  # noqa: BLE001 - logged, and the server goes on
                 _log.exception("an error of this program; the operation fails")
                 for operation in batch:

@@ -45,6 +45,11 @@ class Tenants:
     def __init__(self, file: Path | None) -> None:
         self._by_digest = None if file is None else _read(file)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether any key is accepted."""
+        return self._by_digest is None
+
     def of(self, key: str) -> Tenant:
         """Tenant of a key.
 

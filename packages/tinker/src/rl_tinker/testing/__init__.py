@@ -24,7 +24,7 @@ class FakeGroup(TrainingGroup):
     """Group whose models are one number each: its gradient is the sum of the weights of the rows' losses.
 
     A step adds the learning rate times the gradient. `calls` lists what was called; `lose_next` loses the processes in
-    the middle of that many commands.
+    the middle of that many commands, `lose_at` in the one of that number.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class FakeGroup(TrainingGroup):
         """Value of each model in memory."""
         self.gradients: dict[str, float] = {}
         self.calls: list[tuple[str, tuple[str, ...]]] = []
-        self.lose_next = 0
+        self.lose_next, self.lose_at = 0, -1
 
     @property
     def incarnation(self) -> int:
@@ -96,8 +96,8 @@ class FakeGroup(TrainingGroup):
         self.calls.append((name, models))
         if name not in ("create", "restore") and (lost := [each for each in models if each not in self.values]):
             raise CommandError(f"there is no model {lost[0]}", is_user=False)
-        if self.lose_next:
-            self.lose_next -= 1
+        if self.lose_next or len(self.calls) == self.lose_at + 1:
+            self.lose_next = max(self.lose_next - 1, 0)
             self._incarnation += 1
             self.values.clear()
             self.gradients.clear()

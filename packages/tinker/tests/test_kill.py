@@ -1,0 +1,183 @@
+"""`kill -9` of the server, of its training processes and of its sampling server, against an undisturbed twin."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from packages.tinker.tests.support import KEY
+from tinker import types
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.usefixtures("collects_clients"),
+]
+ROWS = np.random.default_rng(0).integers(3, 40, (3, 12)).tolist()
+KINDS = ("server", "launcher", "rank", "sampler")
+
+
+def children(pid):
+    """Descendants of a process, with their command lines."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(entry.name)] = (parent, (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    known = {pid}
+    while more := {each for each, (parent, _) in found.items() if parent in known} - known:
+        known |= more
+    return {each: found[each][1] for each in known - {pid}}
+
+
+class Supervisor:
+    """Starts the server again whenever it has ended, as systemd would."""
+
+    def __init__(self, model, folder):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [
+            sys.executable, "-m", "rl_tinker.cli", "serve", f"model.path={model}", "model.name=tiny",
+            f"output_dir={folder}", f"port={self.port}", "dtype=float32", "max_model_len=256",
+        ]  # fmt: skip
+        self.log = (folder.parent / f"{folder.name}.log").open("w")
+        self.process = None
+        self.is_ending = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self):
+        while not self.is_ending.is_set():
+            self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log)
+            self.process.wait()
+
+    def is_ready(self):
+        with suppress(OSError):
+            request = urllib.request.Request(f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY})
+            return urllib.request.urlopen(request, timeout=5).status == 200
+        return False
+
+    def wait(self):
+        deadline = time.monotonic() + 120
+        while not self.is_ready():
+            assert time.monotonic() < deadline, Path(self.log.name).read_text()[-3000:]
+            time.sleep(0.1)
+
+    def pid_of(self, kind):
+        assert self.process is not None
+        if kind == "server":
+            return self.process.pid
+        marks = {"launcher": "-m rl_tinker.ranks ", "rank": "rl_tinker/ranks/rank.py", "sampler": "rl_rollout"}
+        found = [
+            pid
+            for pid, line in children(self.process.pid).items()
+            if marks[kind] in line or (kind == "rank" and "rl_tinker.ranks.rank" in line)
+        ]
+        return found[0] if found else None
+
+    def kill(self, kind):
+        pid = self.pid_of(kind)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return pid is not None
+
+    def close(self):
+        self.is_ending.set()
+        if self.process is not None:
+            self.process.terminate()
+        self.thread.join(60)
+        self.log.close()
+
+
+@contextmanager
+def supervised(model, folder):
+    supervisor = Supervisor(model, folder)
+    try:
+        supervisor.wait()
+        yield supervisor
+    finally:
+        supervisor.close()
+
+
+def datum(tokens):
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
+    )
+
+
+def train(url, done, on_step=lambda number: None):
+    """Take steps until `done(number)`; returns the gradient norms, samples, and the state's files."""
+    norms, samples = [], []
+    with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
+        client = service.create_lora_training_client(base_model="tiny", rank=2, seed=5).result()
+        while not done(len(norms)):
+            futures = [client.forward_backward([datum(row)], "cross_entropy") for row in ROWS]
+            futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
+            norms.append(futures[-1].result(300).metrics["grad_norm"])
+            on_step(len(norms))
+        sampler = client.save_weights_and_get_sampling_client().result(300)
+        params = types.SamplingParams(max_tokens=4, temperature=0)
+        samples.append(sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 1, params).result(300).sequences[0].tokens)
+        path = client.save_state("end").result(300).path
+    return norms, samples, path
+
+
+def state_of(folder, path):
+    """Bytes of weights and optimizer of a checkpoint."""
+    import sqlite3
+
+    with sqlite3.connect(folder / "journal.sqlite") as database:
+        (body,) = database.execute("SELECT body FROM records WHERE id = ?", (path,)).fetchone()
+    database.close()
+    found = folder / "checkpoints" / json.loads(body)["folder"]
+    return {name: (found / name).read_bytes() for name in ("adapter_model.safetensors", "optimizer.safetensors")}
+
+
+def check_against_twin(tiny_model, tmp_path, num_kills, kinds):
+    """Kill at random moments, and compare every step and the last state with an undisturbed run."""
+    generator, killed = random.Random(1), []
+    with supervised(tiny_model, tmp_path / "killed") as supervisor:
+        stop = threading.Event()
+
+        def harass():
+            while len(killed) < num_kills and not stop.wait(generator.uniform(0.05, 3.0)):
+                supervisor.wait()
+                kind = kinds[len(killed) % len(kinds)]
+                if supervisor.kill(kind):
+                    killed.append(kind)
+
+        thread = threading.Thread(target=harass, daemon=True)
+        thread.start()
+        try:
+            norms, samples, path = train(supervisor.url, lambda number: len(killed) >= num_kills and number >= 4)
+        finally:
+            stop.set()
+            thread.join()
+        state = state_of(tmp_path / "killed", path)
+    with supervised(tiny_model, tmp_path / "twin") as supervisor:
+        twin = train(supervisor.url, lambda number: number >= len(norms))
+        assert norms == twin[0]
+        assert samples == twin[1]
+        assert state == state_of(tmp_path / "twin", twin[2])
+    assert len(killed) == num_kills
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.promise("After `kill -9` of any process at 200 random moments the optimizer state is an undisturbed run's")
+def test_200_kills_leave_the_state_of_an_undisturbed_run(tiny_model, tmp_path):
+    check_against_twin(tiny_model, tmp_path, int(os.environ.get("KILLS", "200")), KINDS)
