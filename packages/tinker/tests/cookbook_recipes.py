@@ -80,7 +80,8 @@ def preference():
 
     train.cli_main(
         train.CLIConfig(
-            **common, dataset="hhh", renderer_name="role_colon", batch_size=2, max_length=128, max_steps=2, reference_model_name=model,
+            **common, dataset="hhh", renderer_name="role_colon", batch_size=2, max_length=128, max_steps=2,
+            reference_model_name=model,
         )
     )  # fmt: skip
 

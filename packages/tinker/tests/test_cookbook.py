@@ -86,6 +86,7 @@ def test_a_recipe_of_the_cookbook_runs(server, data, recipe):
     assert len(run(recipe, server, data)) >= 2
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_losses_of_sl_basic_are_those_of_transformers_and_peft(server, data, model, tmp_path):
     steps = [each for each in run("sl_basic", server, data) if "train_mean_nll" in each]
     batches = json.loads((data / "logs/sl_basic/batches.json").read_text())

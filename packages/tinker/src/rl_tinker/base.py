@@ -6,18 +6,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rl_tinker.types import AdamParams, AdapterSpec
+    from rl_tinker.types import Answer, Command
 
 
 class TrainingGroup(ABC):
-    """Training processes that hold one base model and many adapters.
-
-    One command runs at a time. Folders are absolute and written completely (fsync included) before a call returns. Any
-    call raises `RanksLostError` if the processes ended or missed the deadline: what they held in memory is gone, and
-    `incarnation` has changed. `CommandError` is an answer: the state of every model is unchanged.
-    """
+    """Training processes that hold one base model and many adapters. One command runs at a time."""
 
     @property
     @abstractmethod
@@ -33,32 +26,13 @@ class TrainingGroup(ABC):
         """
 
     @abstractmethod
-    async def create(self, model: str, adapter: AdapterSpec | None, folder: str) -> None:
-        """Add an adapter with new weights, and write its state to `folder`."""
+    async def call(self, command: Command) -> Answer:
+        """Run a command. What it writes is complete, and on disk, before this returns.
 
-    @abstractmethod
-    async def restore(self, model: str, adapter: AdapterSpec | None, folder: str, *, optimizer: bool = True) -> None:
-        """Add an adapter (unless it is there) and load its weights; without `optimizer` its moments are zero."""
-
-    @abstractmethod
-    async def save(self, model: str, folder: str) -> None:
-        """Write the state of a model to `folder`."""
-
-    @abstractmethod
-    async def drop(self, model: str) -> None:
-        """Remove a model from memory."""
-
-    @abstractmethod
-    async def forward(self, requests: Sequence[tuple[str, bytes]], *, backward: bool) -> list[bytes | str]:
-        """Run requests of several models in one pass: `(model, body of forward_backward)`.
-
-        Returns:
-            For each request the encoded output, or the error that its own rows caused.
+        Raises:
+            RanksLostError: the processes ended, or missed the deadline: what they held in memory is gone.
+            CommandError: the request is at fault; the state of every model is unchanged.
         """
-
-    @abstractmethod
-    async def optim_step(self, model: str, params: AdamParams, folder: str) -> dict[str, float]:
-        """Step one model's optimizer, drop its gradient, and write the new state to `folder`; returns metrics."""
 
     @abstractmethod
     async def stop(self) -> None:

@@ -10,7 +10,7 @@ TinkerError
 │   └── UnsupportedError                 501: part of the API that this server does not have
 ├── JournalError (RuntimeError)          the journal cannot be written; nothing was acknowledged
 ├── RanksLostError (ConnectionError)     the training processes ended or did not answer in time
-└── CommandError (RuntimeError)          the training processes answered a command with an error
+└── CommandError (RuntimeError)          the training processes rejected a request
 """
 
 from __future__ import annotations
@@ -69,9 +69,4 @@ class RanksLostError(TinkerError, ConnectionError):
 
 
 class CommandError(TinkerError, RuntimeError):
-    """Error that the training processes answered a command with; their state is unchanged."""
-
-    def __init__(self, message: str, *, is_user: bool) -> None:
-        super().__init__(message)
-        self.is_user = is_user
-        """Whether the request caused it."""
+    """Request that the training processes rejected; their state is unchanged."""

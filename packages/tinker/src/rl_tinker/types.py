@@ -194,3 +194,46 @@ class Operation(msgspec.Struct, kw_only=True):
     """Tokens of its rows: its share of the training processes."""
     attempts: int = 0
     """Times that the training processes were lost while it ran."""
+
+
+class Verb(StrEnum):
+    """What the training processes are to do."""
+
+    CREATE = "create"
+    """Add a model with new weights, and write its state to `folder`."""
+    RESTORE = "restore"
+    """Add a model with the weights in `folder`; without `optimizer` its moments are zero."""
+    SAVE = "save"
+    """Write the state of a model to `folder`."""
+    DROP = "drop"
+    """Remove a model from memory."""
+    FORWARD = "forward"
+    """Run `requests` of several models in one pass; with `backward` their gradients are added."""
+    OPTIM_STEP = "optim_step"
+    """Step the optimizer of a model by `adam`, drop its gradient, and write its new state to `folder`."""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """Command to the training processes. Folders are absolute."""
+
+    verb: Verb
+    model: str = ""
+    adapter: AdapterSpec | None = None
+    folder: str = ""
+    optimizer: bool = True
+    requests: list[tuple[str, bytes]] = []
+    """Models, and bodies of `forward_backward`."""
+    backward: bool = False
+    adam: AdamParams | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to one command."""
+
+    error: str = ""
+    results: list[bytes] = []
+    """Of a pass: for each request the encoded output."""
+    errors: list[str] = []
+    """Of a pass: for each request the error that its own rows caused, or an empty string."""
+    metrics: dict[str, float] = {}
+    """Of an optimizer step."""

@@ -70,21 +70,6 @@ class Reply:
     status: int = 200
 
 
-ABSENT = (
-    ("GET", "/audit"),
-    ("GET", "/billing/usage/events"),
-    ("GET", "/billing/usage/checkpoints/current"),
-    ("POST", "/copy_weights"),
-    ("POST", "/create_custom_loss"),
-    ("POST", "/retrieve_futures"),
-    ("POST", "/sessions/search"),
-    ("GET", "/sessions/{session}/trace_export"),
-    ("PUT", "/sessions/{session}/project"),
-    ("POST", "/auth/token"),
-)
-"""Parts of the API that this server does not have."""
-
-
 class Application:
     """Application with the routes of several parts, under `/api/v1`.
 
@@ -104,8 +89,6 @@ class Application:
         self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
         for method, path, handler in routes:
             self._app.router.add_route(method, f"/api/v1{path}", self._adapted(handler))
-        for method, path in ABSENT:
-            self._app.router.add_route(method, f"/api/v1{path}", self._adapted(_absent))
         for method, path, plain in open_routes:
             self._app.router.add_route(method, path, plain)
         self._app.router.add_route("*", "/api/v1/{rest:.*}", self._adapted(_absent))
@@ -162,7 +145,7 @@ class Application:
 
 
 async def _absent(call: Call) -> Any:
-    raise UnsupportedError(f"rl-tinker has no /api/v1 endpoint of this name ({dict(call.path) or 'no parameters'})")
+    raise UnsupportedError(f"rl-tinker has no endpoint /api/v1/{call.path['rest']} with this method")
 
 
 async def _body(request: web.Request) -> bytes:

@@ -1,4 +1,4 @@
-"""Commands to the training processes and their answers: msgpack in frames of a length and a body."""
+"""Frames between the server and rank 0: a length, and a command or an answer in msgpack."""
 
 from __future__ import annotations
 
@@ -7,77 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_tinker.types import AdamParams, AdapterSpec  # noqa: TC001  msgspec reads the annotations
+from rl_tinker.types import Answer, Command
 
 if TYPE_CHECKING:
     import socket
 
 LENGTH = struct.Struct(">Q")
 """Header of a frame: the bytes that follow."""
-
-
-class Create(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Add a model with new weights, and write its state."""
-
-    model: str
-    adapter: AdapterSpec | None
-    folder: str
-
-
-class Restore(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Add a model with the weights of a folder."""
-
-    model: str
-    adapter: AdapterSpec | None
-    folder: str
-    optimizer: bool
-
-
-class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Write the state of a model."""
-
-    model: str
-    folder: str
-
-
-class Drop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Remove a model."""
-
-    model: str
-
-
-class Forward(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Run requests of several models in one pass."""
-
-    requests: list[tuple[str, bytes]]
-    backward: bool
-
-
-class OptimStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Step the optimizer of a model, and write its new state."""
-
-    model: str
-    params: AdamParams
-    folder: str
-
-
-Command = Create | Restore | Save | Drop | Forward | OptimStep
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to one command, or the first message of rank 0, which is ready then."""
-
-    error: str = ""
-    is_user: bool = False
-    """Whether the request caused the error."""
-    results: list[bytes] = []
-    """Of a pass: for each request the encoded output."""
-    errors: list[str] = []
-    """Of a pass: for each request its own error, or an empty string."""
-    metrics: dict[str, float] = {}
-    """Of an optimizer step."""
-
-
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode

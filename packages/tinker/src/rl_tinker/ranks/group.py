@@ -18,11 +18,8 @@ from rl_tinker.errors import CommandError, RanksLostError
 from rl_tinker.ranks import commands
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rl_rollout.base import Subprocess
-    from rl_tinker.ranks.commands import Answer
-    from rl_tinker.types import AdamParams, AdapterSpec, ServeConfig
+    from rl_tinker.types import Answer, Command, ServeConfig
 
 CHECK_S = 0.25
 """Seconds between two looks whether the launcher has ended."""
@@ -64,30 +61,30 @@ class ElasticGroup(TrainingGroup):
         async with self._lock:
             await self._ready()
 
-    async def create(self, model: str, adapter: AdapterSpec | None, folder: str) -> None:
+    async def call(self, command: Command) -> Answer:
         """See `TrainingGroup`."""
-        await self._call(commands.Create(model=model, adapter=adapter, folder=folder))
-
-    async def restore(self, model: str, adapter: AdapterSpec | None, folder: str, *, optimizer: bool = True) -> None:
-        """See `TrainingGroup`."""
-        await self._call(commands.Restore(model=model, adapter=adapter, folder=folder, optimizer=optimizer))
-
-    async def save(self, model: str, folder: str) -> None:
-        """See `TrainingGroup`."""
-        await self._call(commands.Save(model=model, folder=folder))
-
-    async def drop(self, model: str) -> None:
-        """See `TrainingGroup`."""
-        await self._call(commands.Drop(model=model))
-
-    async def forward(self, requests: Sequence[tuple[str, bytes]], *, backward: bool) -> list[bytes | str]:
-        """See `TrainingGroup`."""
-        answer = await self._call(commands.Forward(requests=list(requests), backward=backward))
-        return [error or result for error, result in zip(answer.errors, answer.results, strict=True)]
-
-    async def optim_step(self, model: str, params: AdamParams, folder: str) -> dict[str, float]:
-        """See `TrainingGroup`."""
-        return (await self._call(commands.OptimStep(model=model, params=params, folder=folder))).metrics
+        async with self._lock:
+            incarnation = self._incarnation
+            reader, writer = await self._ready()
+            if incarnation != self._incarnation:
+                raise RanksLostError("the training processes were started again; their models have to be restored")
+            body = commands.encode(command)
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    writer.writelines([commands.LENGTH.pack(len(body)), body])
+                    await writer.drain()
+                    header = await reader.readexactly(commands.LENGTH.size)
+                    answer = commands.decode_answer(await reader.readexactly(commands.LENGTH.unpack(header)[0]))
+            except TimeoutError as error:
+                raise self._lost(f"a command took longer than timeout_s={self._config.timeout_s}") from error
+            except (OSError, EOFError) as error:
+                raise self._lost("rank 0 closed its connection") from error
+            except BaseException:  # the answer of a cancelled call would be taken for that of the next
+                self._end()
+                raise
+        if answer.error:
+            raise CommandError(answer.error)
+        return answer
 
     async def stop(self) -> None:
         """See `TrainingGroup`."""
@@ -147,30 +144,6 @@ class ElasticGroup(TrainingGroup):
             if loop.time() > deadline:
                 raise self._lost(f"the training processes were not ready within timeout_s={self._config.timeout_s}")
         return self._peer
-
-    async def _call(self, command: commands.Command) -> Answer:
-        async with self._lock:
-            incarnation = self._incarnation
-            reader, writer = await self._ready()
-            if incarnation != self._incarnation:
-                raise RanksLostError("the training processes were started again; their models have to be restored")
-            body = commands.encode(command)
-            try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    writer.writelines([commands.LENGTH.pack(len(body)), body])
-                    await writer.drain()
-                    header = await reader.readexactly(commands.LENGTH.size)
-                    answer = commands.decode_answer(await reader.readexactly(commands.LENGTH.unpack(header)[0]))
-            except TimeoutError as error:
-                raise self._lost(f"a command took longer than timeout_s={self._config.timeout_s}") from error
-            except (OSError, EOFError) as error:
-                raise self._lost("rank 0 closed its connection") from error
-            except BaseException:  # the answer of a cancelled call would be taken for that of the next
-                self._end()
-                raise
-        if answer.error:
-            raise CommandError(answer.error, is_user=answer.is_user)
-        return answer
 
     def _lost(self, what: str) -> RanksLostError:
         assert self._launcher is not None, "it was started"

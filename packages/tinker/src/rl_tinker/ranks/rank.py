@@ -18,20 +18,19 @@ import torch.distributed as dist
 
 from rl_engine.errors import EngineError
 from rl_engine.registry import auto_precision, create_loss, create_worker
-from rl_engine.types import AdamParams, EngineConfig, LoraConfig, OptimizerConfig, Precision, TrainingRow
+from rl_engine.types import AdamParams, EngineConfig, LoraConfig, Precision, TrainingRow
 from rl_tinker.durable import sync_tree
 from rl_tinker.errors import RequestError
 from rl_tinker.ranks import commands
 from rl_tinker.ranks.__main__ import end_with_parent
 from rl_tinker.ranks.modules import lora_modules
-from rl_tinker.types import ServeConfig
+from rl_tinker.types import AdamParams as ClientAdam
+from rl_tinker.types import Answer, Command, ServeConfig, Verb
 from rl_tinker.wire.results import encode_forward_backward
 from rl_tinker.wire.rows import Row, decode_forward_backward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from rl_tinker.types import AdapterSpec
 
 ALPHA = 32.0
 """LoRA's alpha, for every rank: the scale of an adapter is alpha / rank."""
@@ -51,17 +50,15 @@ class Rank:
     def __init__(self, config: ServeConfig, model_folder: str) -> None:
         self._config, self._model_folder = config, model_folder
         self._modules = lora_modules(Path(model_folder))
-        self._full: str | None = None
-        """Model whose weights are those of the base model itself."""
-        self._worker: Any = self._build(is_full=False)
+        self._worker: Any = self._build()
         self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
         self.index, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def _build(self, *, is_full: bool) -> Any:
+    def _build(self) -> Any:
         precision = auto_precision()[0] if self._config.dtype == "auto" else Precision(self._config.dtype)
         config = EngineConfig(
             model_path=self._model_folder,
-            optimizer=OptimizerConfig() if is_full else None,
+            optimizer=None,
             precision=precision,
         )
         return create_worker(config, self._config.backend, max_resident=self._config.max_adapters)
@@ -79,71 +76,48 @@ class Rank:
             dist.broadcast(body, 0, group=self._control)
         return body.numpy().tobytes()
 
-    def run(self, command: commands.Command) -> commands.Answer:
+    def run(self, command: Command) -> Answer:
         """Run a command; every rank gets the same one."""
         try:
-            return self._run(command)
+            return getattr(self, f"_{command.verb}")(command)
         except (EngineError, RequestError) as error:
-            return commands.Answer(error=f"{error}", is_user=True)
+            return Answer(error=str(error))
 
-    def _run(self, command: commands.Command) -> commands.Answer:
-        match command:
-            case commands.Create():
-                self._add(command.model, command.adapter)
-                self._save(command.model, command.folder)
-            case commands.Restore():
-                self._restore(command)
-            case commands.Save():
-                self._save(command.model, command.folder)
-            case commands.Drop():
-                self._drop(command.model)
-            case commands.OptimStep():
-                return self._optim_step(command)
-            case commands.Forward():
-                return self._forward(command)
-        return commands.Answer()
+    def _create(self, command: Command) -> Answer:
+        assert command.adapter is not None, "the server has checked it"
+        lora = LoraConfig(rank=command.adapter.rank, alpha=ALPHA, target_modules=self._modules.of(command.adapter))
+        self._worker.add_adapter(model_key(command.model), lora, command.adapter.seed)
+        return self._save(command) if command.verb == Verb.CREATE else Answer()
 
-    def _add(self, model: str, adapter: AdapterSpec | None) -> None:
-        if adapter is None:
-            raise RequestError("this server trains LoRA adapters; give a lora_config")
-        modules = self._modules.of(adapter)
-        self._worker.add_adapter(
-            model_key(model), LoraConfig(rank=adapter.rank, alpha=ALPHA, target_modules=modules), adapter.seed
-        )
-
-    def _restore(self, command: commands.Restore) -> None:
-        self._add(command.model, command.adapter)
+    def _restore(self, command: Command) -> Answer:
+        self._create(command)
         try:
             self._worker.load_state(command.folder, model_key(command.model), optimizer=command.optimizer)
         except EngineError:
-            self._drop(command.model)
+            self._drop(command)
             raise
+        return Answer()
 
-    def _drop(self, model: str) -> None:
-        self._worker.remove_adapter(model_key(model))
+    def _drop(self, command: Command) -> Answer:
+        self._worker.remove_adapter(model_key(command.model))
+        return Answer()
 
-    def _save(self, model: str, folder: str) -> None:
-        self._worker.save_state(folder, model_key(model))
+    def _save(self, command: Command) -> Answer:
+        self._worker.save_state(command.folder, model_key(command.model))
         if self.index == 0:
-            sync_tree(Path(folder))
+            sync_tree(Path(command.folder))
+        return Answer()
 
-    def _optim_step(self, command: commands.OptimStep) -> commands.Answer:
-        given = command.params
-        adam = AdamParams(
-            lr=given.learning_rate,
-            beta1=given.beta1,
-            beta2=given.beta2,
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-            grad_clip_norm=given.grad_clip_norm,
-        )
+    def _optim_step(self, command: Command) -> Answer:
+        given = msgspec.structs.asdict(command.adam or ClientAdam())
+        adam = AdamParams(lr=given.pop("learning_rate"), **given)
         outcome = self._worker.optim_step(adam, model_key(command.model))
-        self._save(command.model, command.folder)
-        return commands.Answer(metrics={"grad_norm": outcome.grad_norm, "step": float(outcome.step)})
+        self._save(command)
+        return Answer(metrics={"grad_norm": outcome.grad_norm, "step": float(outcome.step)})
 
     # Passes
 
-    def _forward(self, command: commands.Forward) -> commands.Answer:
+    def _forward(self, command: Command) -> Answer:
         """Run the rows of all requests in one pass. Requests whose own rows are wrong fail alone."""
         requests = [decode_forward_backward(body) for _, body in command.requests]
         models = [model_key(model) for model, _ in command.requests]
@@ -163,7 +137,7 @@ class Rank:
         if rows:
             for index, result in self._pass(models, rows, losses, has_backward=command.backward):
                 results[index] = result
-        return commands.Answer(results=results, errors=errors)
+        return Answer(results=results, errors=errors)
 
     def _pass(
         self,

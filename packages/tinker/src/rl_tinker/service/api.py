@@ -34,10 +34,7 @@ class Optimizer(msgspec.Struct, kw_only=True):
 class CreateSession(msgspec.Struct, kw_only=True):
     """`create_session`."""
 
-    tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
     display_name: str | None = None
 
 
@@ -183,7 +180,6 @@ class RetrieveFuture(msgspec.Struct, kw_only=True):
     """`retrieve_future`, and `cancel_future`."""
 
     request_id: str
-    allow_metadata_only: bool = False
 
 
 class WeightsInfo(msgspec.Struct, kw_only=True):

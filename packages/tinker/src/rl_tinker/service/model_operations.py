@@ -20,7 +20,7 @@ from rl_tinker.service.api import (
     expiry,
     sampler_path,
 )
-from rl_tinker.types import Checkpoint, Kind, Sampler
+from rl_tinker.types import Checkpoint, Command, Kind, Sampler, Verb
 from rl_tinker.wire.protobuf import message
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rl_tinker.base import TrainingGroup
     from rl_tinker.service.store import Store
-    from rl_tinker.types import Model, Operation
+    from rl_tinker.types import AdamParams, Answer, Model, Operation
 
 PROTOBUF = "application/x-protobuf"
 
@@ -67,16 +67,17 @@ class ModelOperations:
     async def passes(self, batch: Sequence[Operation]) -> list[dict[str, Any]]:
         """Run forward (and backward) passes of several models together; returns an outcome for each."""
         await self._bring([self._store.models[each.model] for each in batch])
-        backward = batch[0].kind == Kind.FORWARD_BACKWARD
+        requests = [(each.model, each.body) for each in batch]
+        command = Command(verb=Verb.FORWARD, requests=requests, backward=batch[0].kind == Kind.FORWARD_BACKWARD)
         try:
-            results = await self._group.forward([(each.model, each.body) for each in batch], backward=backward)
+            answer = await self._group.call(command)
         except CommandError as error:
             if len(batch) == 1:
-                return [failure(str(error), is_user=error.is_user)]
+                return [failure(str(error), is_user=True)]
             return [outcome for each in batch for outcome in await self.passes([each])]
         return [
-            failure(result, is_user=True) if isinstance(result, str) else self._passed(each, result)
-            for each, result in zip(batch, results, strict=True)
+            failure(error, is_user=True) if error else self._passed(each, result)
+            for each, error, result in zip(batch, answer.errors, answer.results, strict=True)
         ]
 
     def _passed(self, operation: Operation, result: bytes) -> dict[str, Any]:
@@ -107,14 +108,20 @@ class ModelOperations:
                     request = msgspec.json.decode(operation.body, type=SaveWeightsForSampler)
                     return self._save_for_sampler(model, request, operation.seq)
         except CommandError as error:
-            return failure(str(error), is_user=error.is_user)
+            return failure(str(error), is_user=True)
         except RequestError as error:
             return failure(str(error), is_user=True)
+
+    async def _call(self, verb: Verb, model: Model, state: str = "", adam: AdamParams | None = None) -> Answer:
+        folder = self._store.state_folder(state)
+        return await self._group.call(
+            Command(verb=verb, model=model.id, adapter=model.adapter, folder=folder, adam=adam)
+        )
 
     async def _create(self, model: Model) -> dict[str, Any]:
         await self._make_room([model])
         state = self._store.new_state()
-        await self._group.create(model.id, model.adapter, self._store.state_folder(state))
+        await self._call(Verb.CREATE, model, state)
         self._resident[model.id] = None
         return success(model_id=model.id, type="create_model") | {"state": state}
 
@@ -130,12 +137,13 @@ class ModelOperations:
             )
         await self._make_room([model])
         if model.id in self._resident:  # a fresh adapter: the old one's gradient goes
-            await self._group.drop(model.id)
+            await self._call(Verb.DROP, model)
             self.forget(model.id)
         source = str(self._store.checkpoint_folder(checkpoint))
-        await self._group.restore(model.id, model.adapter, source, optimizer=request.optimizer)
+        restore = Command(verb=Verb.RESTORE, model=model.id, adapter=model.adapter, folder=source)
+        await self._group.call(msgspec.structs.replace(restore, optimizer=request.optimizer))
         state = self._store.new_state()
-        await self._group.save(model.id, self._store.state_folder(state))
+        await self._call(Verb.SAVE, model, state)
         self._resident[model.id] = None
         loaded = success(path=request.path, model_id=model.id, type="load_weights")
         return loaded | {"state": state, "drops_gradient": True}
@@ -144,10 +152,10 @@ class ModelOperations:
         await self._bring([model])
         state = self._store.new_state()
         try:
-            metrics = await self._group.optim_step(model.id, request.adam_params, self._store.state_folder(state))
+            answer = await self._call(Verb.OPTIM_STEP, model, state, request.adam_params)
         except CommandError as error:  # a gradient that is not finite: it is dropped, and the state is unchanged
-            return failure(str(error), is_user=error.is_user) | {"drops_gradient": True}
-        return success(metrics=metrics) | {"state": state, "steps": 1, "drops_gradient": True}
+            return failure(str(error), is_user=True) | {"drops_gradient": True}
+        return success(metrics=answer.metrics) | {"state": state, "steps": 1, "drops_gradient": True}
 
     def _save(self, model: Model, request: SaveWeights) -> dict[str, Any]:
         path = f"tinker://{model.id}/weights/{check_name(request.path or f'step-{model.step}')}"
@@ -199,13 +207,14 @@ class ModelOperations:
     async def _bring(self, models: Sequence[Model]) -> None:
         """Restore those models that the processes do not hold."""
         if any(each.is_unloaded for each in models):
-            raise CommandError("the session of the model has ended", is_user=True)
+            raise CommandError("the session of the model has ended")
         await self._make_room(models)
         for model in models:
             if model.id not in self._resident:
-                await self._group.restore(model.id, model.adapter, self._store.state_folder(model.state))
+                await self._call(Verb.RESTORE, model, model.state)
                 for operation in self._store.gradient_of(model):
-                    await self._group.forward([(model.id, operation.body)], backward=True)
+                    again = Command(verb=Verb.FORWARD, requests=[(model.id, operation.body)], backward=True)
+                    await self._group.call(again)
                 self._resident[model.id] = None
             self._resident.move_to_end(model.id)
 
@@ -219,7 +228,7 @@ class ModelOperations:
             known = self._store.models.get(model_id)
             excess = len(self._resident.keys() | wanted) - self._max_adapters
             if model_id not in wanted and (excess > 0 or known is None or known.is_unloaded):
-                await self._group.drop(model_id)
+                await self._group.call(Command(verb=Verb.DROP, model=model_id))
                 self.forget(model_id)
 
 
