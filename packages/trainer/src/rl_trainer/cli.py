@@ -199,10 +199,15 @@ def _simulate(recipe: str, overrides: Sequence[str]) -> int:
 
     from rl_trainer.commands.simulate import INPUTS, forecast
     from rl_trainer.config import load_config
+    from rl_trainer.errors import ConfigError
     from rl_trainer.planning.plan import show_table
 
     given = {key: value for key, _, value in (each.partition("=") for each in overrides) if key in INPUTS}
     config = load_config(recipe, [each for each in overrides if each.partition("=")[0] not in INPUTS])
+    if config.policies:
+        raise ConfigError(
+            f"--simulate is of one policy, and the run has {', '.join(config.policies)}; leave policies out"
+        )
     show_table(Console(), "simulated step", forecast(config, given))
     return 0
 

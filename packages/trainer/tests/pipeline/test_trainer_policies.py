@@ -10,7 +10,9 @@ from rich.console import Console
 
 from rl_rollout.testing import write_tiny_model
 from rl_tq.types import BatchMeta
-from rl_trainer import checkpoints
+from rl_trainer import checkpoints, cli
+from rl_trainer.api import Run
+from rl_trainer.commands import view
 from rl_trainer.config import load_config
 from rl_trainer.config.explain import explain
 from rl_trainer.errors import ConfigError, InputError, PlanError, TrainerError
@@ -19,6 +21,7 @@ from rl_trainer.pipeline.roles import policies_of
 from rl_trainer.planning.gpus import pools_of, settle
 from rl_trainer.planning.prepare import prepare
 from rl_trainer.run import run
+from rl_trainer.samples import kept
 
 FILE = '''
 from rl_agent import AgentLoop
@@ -203,6 +206,17 @@ def test_each_policy_learns_from_the_rewards_of_its_seat(talked):
 
 
 @pytest.mark.process
+def test_what_a_run_left_is_shown_by_policy(talked):
+    _, folder, lines = talked
+    data = json.loads(re.search(r"const data = (.*);\n", view.page(folder))[1].replace("<\\/", "</"))
+    wanted = [(f"{step}, {name}", digests(lines, name)[step - 1]) for step in (1, 2, 3) for name in ("one", "two")]
+    assert [(step, receipt["digest"]) for step, receipt in data["weights"]] == wanted
+    for name in ("one", "two"):
+        (sample, *_) = kept(folder / "policies" / name, step=2, order="first", count=1)
+        assert "talk of any" in sample.prompt
+
+
+@pytest.mark.process
 @pytest.mark.promise(
     "Of several policies each learns from its own trajectories: those of one leave the others' weights"
 )
@@ -315,6 +329,7 @@ def test_pools_of_all_policies_add_up():
         (ConfigError, ["policies.b.data.path=x"], "unknown configuration key policies.b.data"),
         (ConfigError, ["policies.b.engine.world_size=none"], "policies.b.engine.world_size: "),
         (PlanError, ["policies={'a/b': {}}"], "policies.a/b: a policy has a name of letters"),
+        (PlanError, ["policies.reward.engine.world_size=1"], "policies.reward: a policy has a name of letters"),
         (PlanError, ["policies.b.algorithm.kl_in_reward=true"], "policies.b: algorithm.kl_in_reward=True does noth"),
         (PlanError, ["policies.b.rollout.temperature=0.5"], "policies.b.rollout.temperature=0.5 differs from 1.0"),
         (PlanError, ["policies.b.algorithm.advantage=remax"], "policies.b.algorithm.advantage=remax compares with"),
@@ -343,9 +358,28 @@ def test_what_cannot_work_is_found_at_the_plan(model, plug_in, tmp_path, error, 
         )
 
 
+def test_a_run_of_several_policies_has_no_single_model():
+    run = Run(load_config("quickstart", ["policies={one: {}, two: {}}"]))
+    with pytest.raises(ConfigError, match="the run has the policies one, two: see policies/NAME/model"):
+        _ = run.model_path
+
+
 def test_the_plan_shows_every_policy(model, plug_in, tmp_path):
     options = [*rows_of(tmp_path), "agent.loop=self_play", f"agent.environment={plug_in}:Talk", SEATS]
     facts = dict(prepare(load_config("quickstart", settings(model, tmp_path / "out", *options))).facts)
     for name in ("one", "two"):
         assert {f"{name}: components", f"{name}: memory, engine rank", f"{name}: a checkpoint"} <= facts.keys()
         assert "policy" in facts[f"pool {name}.engine"]
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (cli.main, ["two_policies", "--simulate"]),
+        (cli.main_eval, ["two_policies", "model.path=m"]),
+        (cli.main_sample, ["two_policies", "model.path=m"]),
+    ],
+)
+def test_commands_of_one_policy_refuse_several(main, words, capsys):
+    assert main(words) == 2
+    assert "opener, replier" in capsys.readouterr().err

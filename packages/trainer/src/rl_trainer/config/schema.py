@@ -830,6 +830,10 @@ class WeightsSection:
     there as differences from a whole one, and servers that are far away take those that they lack."""
 
 
+_METRICS = ("agent", "reward", "phase_s", "failures")
+"""Names that replicas and metrics of every run have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySection:
     """Policy of several that learn: its own keys, in addition to those that the run gives all of them."""
@@ -909,8 +913,11 @@ class Config:
     sample on the node that made it."""
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.policies if not re.fullmatch(r"[\w-]+", name)]:
-            raise PlanError(f"policies.{wrong[0]}: a policy has a name of letters, digits, - and _; choose another")
+        if wrong := [name for name in self.policies if not re.fullmatch(r"[\w-]+", name) or name in _METRICS]:
+            raise PlanError(
+                f"policies.{wrong[0]}: a policy has a name of letters, digits, - and _, and not one of "
+                f"{', '.join(_METRICS)}; choose another"
+            )
         if self.runtime == "auto":
             object.__setattr__(self, "runtime", "inline" if self._fits_one_process() else "ray")
         if self.agent.environment is not None and not (self.reward.path or self.reward.parts):
