@@ -205,8 +205,8 @@ class CodeGrader(ABC):
     """
 
     @abstractmethod
-    async def check(self) -> SandboxReport:
-        """Report which limits and isolation hold on this machine, by starting a subprocess.
+    async def check(self) -> SandboxReport | str:
+        """Report which limits and isolation hold, by starting a subprocess, or a sandbox.
 
         Raises:
             SandboxError: none can be started, or code cannot be shut off as `needs` asks.

@@ -15,9 +15,11 @@ from rl_agent.errors import LoopError, PluginError, SandboxError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from rl_agent.base import CodeGrader, Generator, Policy, PromptTokenizer, RolloutRunner
+    from rl_agent.base import Generator, Policy, PromptTokenizer, RolloutRunner
     from rl_agent.environments.base import EnvironmentSource
+    from rl_agent.sandbox import Grader
     from rl_agent.sandbox.base import SandboxKind
+    from rl_agent.sandbox.grading import SandboxGrader
     from rl_agent.sandbox.launches import ScriptReader
     from rl_agent.types import SandboxLimits, Tokenizer
 
@@ -150,15 +152,22 @@ def create_grader(
     limits: SandboxLimits | None = None,
     max_waiting: int = 4096,
     needs: Collection[str] = (),
-) -> CodeGrader:
-    """Create a grader of code. Its arguments are those of `rl_agent.sandbox.Grader`.
+    sandbox: str | Mapping[str, Any] = "process",
+) -> Grader | SandboxGrader:
+    """Create a grader of code, in sandboxes of the kind `sandbox`: see `create_sandboxes`, and `Grader` for the rest.
 
     Raises:
         ValueError: a number is out of its range.
+        SandboxError: there is no such kind, or it cannot do what is asked for.
     """
     from rl_agent.sandbox import Grader
+    from rl_agent.sandbox.grading import SandboxGrader
+    from rl_agent.types import SandboxLimits
 
-    return Grader(num_workers=num_workers, limits=limits, max_waiting=max_waiting, needs=needs)
+    kind = create_sandboxes(sandbox, limits=limits or SandboxLimits(), max_running=num_workers, needs=needs)
+    if kind.name != "process":
+        return SandboxGrader(kind)
+    return Grader(num_workers=num_workers, limits=kind.limits, max_waiting=max_waiting, needs=needs)
 
 
 def create_sandboxes(
@@ -203,22 +212,22 @@ def create_sandboxes(
 
 
 def check_sandboxes(loop: str, options: Mapping[str, Any]) -> str | None:
-    """Start a sandbox as an agent loop would; returns a line about it, None for a loop that has none.
+    """Start a sandbox as an agent loop would; returns a line about it, None for a loop or options without one.
 
     Raises:
         SandboxError: none can be started; says what to install.
     """
     found = entry_points(group=GROUP, name=loop)
     sandboxes_of = getattr(found[loop].load(), "sandboxes_of", None) if found else None
-    if sandboxes_of is None:
-        return None
 
-    async def check() -> str:
-        kind: SandboxKind = sandboxes_of(options)
+    async def check() -> str | None:
+        made: SandboxKind | SandboxGrader | None = sandboxes_of and sandboxes_of(options)
+        if made is None:
+            return None
         try:
-            return await kind.check()
+            return str(await made.check())
         finally:
-            await kind.close()
+            await made.close()
 
     return asyncio.run(check())
 

@@ -223,6 +223,9 @@ class SandboxLimits:
     """Largest file that may be written, output included, bytes; more is an error in the code."""
     scratch_bytes: int = 1 << 26
     """Most bytes of all files in `/tmp` together, if code has its own."""
+    folder_bytes: int | None = None
+    """Most bytes of all files in the working folder of a sandbox, and of those in each further folder, which are in
+    memory then and count as such; None: no limit but that of each file."""
 
 
 CodeStatus = Literal["ok", "error", "timeout", "memory", "output", "died"]

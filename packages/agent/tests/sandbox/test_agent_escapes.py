@@ -299,7 +299,7 @@ def test_folders_of_the_system_are_not_covered(path):
         ({"kind": "process", "network": "open"}, "sandbox process has network=none, proxy, and not 'open'"),
         (
             {"kind": "podman", "size": 3},
-            "sandbox podman has no 'size'; it has: file_bytes, image, memory_bytes, network",
+            "sandbox podman has no 'size'; it has: file_bytes, folder_bytes, image, memory_bytes, network",
         ),
         ({"kind": "http"}, "needs the URL of its server"),
         ({"kind": "http", "url": "http://10.1.2.3:80"}, "which has to reach the proxy: give proxy_host"),
@@ -330,3 +330,31 @@ def test_a_sandbox_that_cannot_start_says_what_to_install(sandbox, sentence, mon
 
     with pytest.raises(SandboxError, match=sentence):
         asyncio.run(main())
+
+
+FILL = "for i in {{1..9}}; do dd if=/dev/zero of={}/$i bs=1M count=7 2>/dev/null || break; done; echo $i"
+
+
+@pytest.mark.promise("A sandbox's folders have a bound on their size in every kind")
+def test_the_working_folder_is_bounded(with_kind):
+    """All files in it together, those of each further folder too; files go in and come back as without a bound."""
+    limits = SandboxLimits(timeout_s=30, memory_bytes=512 * MIB, file_bytes=8 * MIB, folder_bytes=24 * MIB)
+
+    async def use(kind):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "given").write_text("mine\n")
+            spec = SandboxSpec(folder=Path(folder), extra=("/logs",))
+            async with kind.open(spec) as sandbox:
+                said = [
+                    (await sandbox.run(command)).output for command in ("cat given", "echo a > made; ln -s made by")
+                ]
+                await sandbox.write("deep/er", b"x\n")
+                said += [await sandbox.read("by"), await sandbox.read("deep/er")]
+                said += [(await sandbox.run(FILL.format(each))).output for each in (".", "/logs")]
+                said.append((await sandbox.run("rm -r [0-9] given; cat deep/er")).output)
+                await sandbox.sync()
+                return said, texts_in(Path(folder))
+
+    said, files = with_kind(use, limits=limits)
+    assert said == ["mine\n", "", b"a\n", b"x\n", "4\n", "4\n", "x\n"]
+    assert files == {"made": "a\n"}

@@ -7,7 +7,7 @@ import pytest
 
 from rl_trainer.config import load_config
 from rl_trainer.config.schema import AgentSection, RewardPart, RewardSection
-from rl_trainer.errors import DataError, PlanError, RewardError
+from rl_trainer.errors import DataError, InputError, PlanError, RewardError
 from rl_trainer.planning.preflight import check
 from rl_trainer.rewards import Scorer, resolve_reward
 from rl_trainer.rewards.code import sandbox_facts
@@ -236,3 +236,20 @@ def test_a_run_with_code_rewards_reports_the_sandbox_limits():
     assert "memory of all its processes is held by" in how
     assert sandbox_facts(RewardSection(), AgentSection(loop="tool", options={"tools": ["python"]}))[0][1] == how
     assert sandbox_facts(RewardSection(), AgentSection()) == []
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "said"),
+    [
+        ("docker", "no sandbox 'docker' is installed"),
+        ({"kind": "podman", "network": "none"}, "which network=none shuts off; leave it out"),
+        ({"kind": "process", "image": "x"}, "sandbox process has no image 'x'"),
+        ({"kind": "bubblewrap", "size": 3}, "sandbox bubblewrap has no 'size'; it has: file_bytes, folder_bytes"),
+    ],
+)
+def test_a_sandbox_that_code_cannot_have_ends_the_plan(sandbox, said):
+    graded = RewardSection(parts={"tests": RewardPart(kind="rule", rule="code", options={"sandbox": sandbox})})
+    with pytest.raises(InputError, match=said):
+        sandbox_facts(graded, AgentSection())
+    with pytest.raises(InputError, match=said):
+        sandbox_facts(RewardSection(), AgentSection(loop="tool", options={"tools": ["python"], "sandbox": sandbox}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from rl_agent.base import AgentLoop
 from rl_agent.chat_template import TurnTemplate, messages_of
 from rl_agent.errors import RowError
 from rl_agent.media import take_images
-from rl_agent.registry import load_plugin
+from rl_agent.registry import create_grader, load_plugin
 from rl_agent.session import Session
 from rl_agent.text import parse_turn
 from rl_agent.tools.base import FunctionTool, Tool, answer_call
@@ -45,8 +46,11 @@ class ToolLoop(AgentLoop):
         tool_timeout_s: Deadline of one call, seconds, of tools that have none of their own.
         max_tool_tokens: Most tokens of one answer, of tools without a limit of their own; a longer one is cut, marked.
         template_kwargs: Further variables of the chat template.
+        sandbox: Kind of sandboxes that the tool `python` runs in, or a mapping with `kind` and its options; see
+            `create_sandboxes`.
 
     Raises:
+        SandboxError: there is no such sandbox, or it cannot do what is asked for.
         TemplateError: the chat template cannot show tools or their answers.
         PluginError, ToolDefinitionError: the parser or a tool is unknown or invalid.
         ValueError: a limit is not positive.
@@ -64,8 +68,10 @@ class ToolLoop(AgentLoop):
         tool_timeout_s: float = 30.0,
         max_tool_tokens: int = 1024,
         template_kwargs: Mapping[str, Any] | None = None,
+        sandbox: str | Mapping[str, Any] = "process",
     ) -> None:
         super().__init__(server, tokenizer)
+        self._sandbox = sandbox
         limits = {"max_turns": max_turns, "tool_timeout_s": tool_timeout_s, "max_tool_tokens": max_tool_tokens}
         if max_completion_tokens is not None:
             limits["max_completion_tokens"] = max_completion_tokens
@@ -81,7 +87,7 @@ class ToolLoop(AgentLoop):
         self._tools: dict[str, Tool] = {}
         self._templates: dict[tuple[str, ...], TurnTemplate] = {}
         for each in tools:
-            tool = _to_tool(each)
+            tool = _to_tool(each, sandbox)
             self._tools[tool.name] = tool
         self._default_names = tuple(self._tools)
         if tools:
@@ -152,6 +158,15 @@ class ToolLoop(AgentLoop):
         fields = {"end": end, **({"tool_error": tool_error} if tool_error else {})}
         return session, {**metrics, "tool_s": tool_s}, fields
 
+    @classmethod
+    def sandboxes_of(cls, options: Mapping[str, Any]) -> Any:
+        """Kind of sandboxes of a loop with these options, or a grader in them; None where none is named.
+
+        Raises:
+            SandboxError: there is no such kind, or it cannot do what is asked for.
+        """
+        return create_grader(sandbox=options["sandbox"]) if "sandbox" in options else None
+
     async def close(self) -> None:
         """Close the tools."""
         for tool in self._tools.values():
@@ -203,7 +218,7 @@ class ToolLoop(AgentLoop):
             raise RowError("there are no tools; give the loop some, or name them in the row's field 'tools'")
         for name in names:
             if name not in self._tools:
-                self._tools[name] = _to_tool(name)
+                self._tools[name] = _to_tool(name, self._sandbox)
         return names
 
     def _template_of(self, names: tuple[str, ...]) -> TurnTemplate:
@@ -213,11 +228,13 @@ class ToolLoop(AgentLoop):
         return self._templates[names]
 
 
+_MAX_SANDBOXES = 64
 _KINDS = ("calls", "malformed", "unknown", "error", "timeout", "cut", "escaped")
 
 
-def _to_tool(given: Tool | Callable[..., Any] | str) -> Tool:
+def _to_tool(given: Tool | Callable[..., Any] | str, sandbox: str | Mapping[str, Any]) -> Tool:
     found: Any = load_plugin("tools", given) if isinstance(given, str) else given
     if isinstance(found, type):
-        found = found()
+        runs_code = sandbox != "process" and "pool" in inspect.signature(found).parameters
+        found = found(pool=create_grader(num_workers=_MAX_SANDBOXES, sandbox=sandbox)) if runs_code else found()
     return found if isinstance(found, Tool) else FunctionTool(found)

@@ -10,19 +10,21 @@ import contextlib
 import os
 import shlex
 import signal
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rl_agent.errors import RowError, SandboxError
-from rl_agent.sandbox.folders import write_below
+from rl_agent.sandbox.folders import bounded, pack, unpack, unpack_into, write_below
 from rl_agent.types import CodeResult, CodeStatus, SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+    from typing import Self
 
     from rl_agent.sandbox.worker import Service
 
@@ -90,6 +92,10 @@ class Sandbox(ABC):
     async def run_code(self, code: str, *, timeout_s: float | None = None) -> CodeResult:
         """Run Python code in the working folder, with the first `python3` there is."""
         return await self.run(f"exec python3 -c {shlex.quote(code)}", timeout_s=timeout_s)
+
+    async def load(self) -> None:
+        """Copy the files of the folder of this machine to the working folder. The default: it is that folder."""
+        return
 
     async def sync(self) -> None:
         """Copy the working folder's files to the folder of this machine. The default: it is that folder."""
@@ -198,31 +204,74 @@ class SandboxKind(ABC):
 class MountedSandbox(Sandbox):
     """Base class of sandboxes whose folders are folders of this machine, and whose processes end with each command.
 
+    With a bound on their size the folders are file systems of a namespace of their own, to and from which the files of
+    `spec.folder` are copied.
+
     Args:
+        kind: Its kind.
         spec: Contents.
-        scratch: Empty folder of this machine, for `spec.extra`.
+        scratch: Empty folder of this machine.
     """
 
-    def __init__(self, spec: SandboxSpec, scratch: Path) -> None:
-        self._spec, self.workdir = spec, spec.workdir
-        self.folders: dict[str, Path] = {spec.workdir: spec.folder or scratch / "work"}
+    def __init__(self, kind: SandboxKind, spec: SandboxSpec, scratch: Path) -> None:
+        self._spec, self.workdir, self._scratch = spec, spec.workdir, scratch
+        given = spec.folder if kind.limits.folder_bytes is None else None
+        self.folders: dict[str, Path] = {spec.workdir: given or scratch / "work"}
         """Folders of this machine by their path inside; the working folder first."""
         self.folders |= {inside: scratch / str(number) for number, inside in enumerate(spec.extra)}
         for folder in self.folders.values():
             folder.mkdir(exist_ok=True)
+        self.namespace: int | None = None
+        """Process whose namespace has the folders; None: this one."""
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, kind: SandboxKind, spec: SandboxSpec) -> AsyncGenerator[Self]:
+        """Open a sandbox of a kind.
+
+        Raises:
+            SandboxError: its folders cannot be bounded.
+        """
+        most = kind.limits.folder_bytes
+        async with AsyncExitStack() as stack:
+            made = tempfile.TemporaryDirectory(prefix="rl-agent-", ignore_cleanup_errors=True)
+            sandbox = cls(kind, spec, Path(stack.enter_context(made)))
+            if most is not None:
+                sandbox.namespace = await stack.enter_async_context(bounded(sandbox.folders.values(), most))
+                await sandbox.load()
+            yield sandbox
+
+    async def load(self) -> None:
+        """See `Sandbox`."""
+        if self.namespace is not None and self._spec.folder is not None:
+            packed = await asyncio.to_thread(pack, self._spec.folder)
+            await asyncio.to_thread(unpack_into, packed, self._seen(self.folders[self.workdir]))
+
+    async def sync(self) -> None:
+        """See `Sandbox`."""
+        if self.namespace is not None and self._spec.folder is not None:
+            packed = await asyncio.to_thread(pack, self._seen(self.folders[self.workdir]))
+            await asyncio.to_thread(unpack, packed, self._spec.folder)
 
     async def write(self, path: str, data: bytes) -> None:
         """See `Sandbox`."""
         folder, below = self._below(path)
-        await asyncio.to_thread(write_below, folder, below, data)
+        await asyncio.to_thread(write_below, self._seen(folder), below, data)
 
     async def read(self, path: str) -> bytes:
         """See `Sandbox`."""
         folder, below = self._below(path)
-        file = (folder / below).resolve()
-        if not file.is_relative_to(folder.resolve()) or not file.is_file():
-            raise FileNotFoundError(f"sandbox: there is no file {path}")
-        return await asyncio.to_thread(file.read_bytes)
+        with tempfile.TemporaryDirectory(dir=self._scratch) as copied:
+            if self.namespace is not None:  # links within the namespace cannot be followed from here
+                await asyncio.to_thread(lambda: unpack_into(pack(self._seen(folder)), Path(copied)))
+                folder = Path(copied)
+            file = (folder / below).resolve()
+            if not file.is_relative_to(folder.resolve()) or not file.is_file():
+                raise FileNotFoundError(f"sandbox: there is no file {path}")
+            return await asyncio.to_thread(file.read_bytes)
+
+    def _seen(self, folder: Path) -> Path:
+        return folder if self.namespace is None else Path(f"/proc/{self.namespace}/root{folder}")
 
     def _below(self, path: str) -> tuple[Path, str]:
         whole = str(PurePosixPath(self._spec.workdir) / path)
@@ -307,7 +356,7 @@ async def run_program(
                 os.killpg(process.pid, signal.SIGKILL)
             if end is not None:
                 await asyncio.shield(end())
-            await asyncio.shield(process.wait())
+            await asyncio.shield(_exit_of(process, process.stdout))
         with contextlib.suppress(asyncio.CancelledError):
             await feeding
     status = process.returncode or 0
@@ -321,6 +370,13 @@ async def run_program(
     text = kept.decode(errors="replace")
     wall_s = time.perf_counter() - start
     return CodeResult(kind=kind, output=text, error=error, num_output_bytes=total, wall_s=wall_s)
+
+
+async def _exit_of(process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> None:
+    """Wait for a killed process. Its output is read to the end: `wait` returns only when the pipe is closed."""
+    while await output.read(1 << 16):
+        pass
+    await process.wait()
 
 
 _PASSED = ("PATH", "HOME", "LANG", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "TMPDIR")

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_agent.base import CodeGrader
 from rl_agent.errors import FailureError, SandboxError
@@ -22,6 +22,8 @@ from rl_agent.types import CodeResult, CodeStatus, Failure, FailureKind, Sandbox
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
     from pathlib import Path
+
+    from rl_agent.sandbox.grading import SandboxWorker
 
 _GRACE_S = 0.05
 """Seconds for a solution's process to notice that its judge has ended."""
@@ -103,10 +105,10 @@ class Grader(CodeGrader):
         if (known := self._known(key)) is not None:
             return known
         async with self.worker() as solution:
-            judge = self._judges.pop() if self._judges else await self._start({}, ())
+            judge = self._judges.pop() if self._judges else await self._start()
             self._busy.add(judge)
             try:
-                result = await _judge(solution, judge, code, test, timeout_s or self.limits.timeout_s, self.limits)
+                result = await judged(solution, judge, code, test, timeout_s or self.limits.timeout_s, self.limits)
             finally:
                 self._busy.discard(judge)
                 if judge.is_alive:
@@ -141,6 +143,7 @@ class Grader(CodeGrader):
         folders: Mapping[str, Path] | None = None,
         readable: Sequence[Path] = (),
         service: Service | None = None,
+        namespace: int | None = None,
     ) -> AsyncGenerator[Worker, None]:
         """Reserve a subprocess; waits for a free one.
 
@@ -149,6 +152,7 @@ class Grader(CodeGrader):
             folders: Folders that code may change, by their path inside; it works in the first.
             readable: Further files and folders that code may read there.
             service: A service of ours that code may connect to.
+            namespace: Process whose mount namespace has the folders; None: this one.
 
         Raises:
             FailureError, SandboxError: as of `run`.
@@ -163,7 +167,8 @@ class Grader(CodeGrader):
             self._num_waiting -= 1
         try:
             is_pooled = not folders and not readable and service is None
-            worker = self.idle.pop() if self.idle and is_pooled else await self._start(folders or {}, readable, service)
+            given = {"folders": folders, "readable": readable, "service": service, "namespace": namespace}
+            worker = self.idle.pop() if self.idle and is_pooled else await self._start(**given)
             self._busy.add(worker)
             try:
                 yield worker
@@ -176,11 +181,9 @@ class Grader(CodeGrader):
         finally:
             self._slots.release()
 
-    async def _start(
-        self, folders: Mapping[str, Path], readable: Sequence[Path], service: Service | None = None
-    ) -> Worker:
+    async def _start(self, **given: Any) -> Worker:
         try:
-            worker = await Worker.start(self.limits, folders=folders, readable=readable, service=service)
+            worker = await Worker.start(self.limits, **given)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
             raise SandboxError(
                 f"a subprocess for code, {workers.PYTHON} {workers.PROGRAM}, did not start: "
@@ -207,8 +210,8 @@ def _key(*given: object) -> bytes:
     return hashlib.blake2b(json.dumps(given).encode(), digest_size=16).digest()
 
 
-async def _judge(
-    solution: Worker, judge: Worker, code: str, test: str, timeout_s: float, limits: SandboxLimits
+async def judged(
+    solution: Worker | SandboxWorker, judge: Worker, code: str, test: str, timeout_s: float, limits: SandboxLimits
 ) -> CodeResult:
     """Run the code in one process and the test in another, with a pipe of values between them."""
     start = time.perf_counter()
@@ -233,7 +236,7 @@ async def _judge(
         return replace(verdict, output=said.output, num_output_bytes=said.num_output_bytes)
 
 
-async def _end(run: asyncio.Future[tuple[CodeStatus | None, str]], worker: Worker) -> None:
+async def _end(run: asyncio.Future[tuple[CodeStatus | None, str]], worker: Worker | SandboxWorker) -> None:
     """End a run that has ended by itself, or is killed a moment later."""
     await asyncio.wait([run], timeout=_GRACE_S)
     if not run.done():

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hmac import compare_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
     from rl_agent.sandbox.base import Sandbox
+    from rl_agent.types import CodeResult
 
 _MAX_BODY_BYTES = 1 << 30
 
@@ -93,7 +94,7 @@ class SandboxServer:
         if self._runner is not None:
             await self._runner.cleanup()
         for name in tuple(self._opened):
-            await self._opened.pop(name).stack.aclose()
+            await self._opened.pop(name).close()
         for kind in self._kinds.values():
             await kind.close()
 
@@ -150,15 +151,16 @@ class SandboxServer:
     async def _run(self, request: web.Request) -> web.Response:
         given: Mapping[str, Any] = await request.json()
         opened = self._of(request)
-        opened.num_running += 1
+        timeout_s = min(given["timeout_s"], self._limits.timeout_s)
+        running = opened.sandbox.run(given["command"], timeout_s=timeout_s, variables=given["variables"])
+        opened.running.add(task := asyncio.create_task(running))
         try:
-            result = await opened.sandbox.run(
-                given["command"],
-                timeout_s=min(given["timeout_s"], self._limits.timeout_s),
-                variables=given["variables"],
-            )
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise SandboxError("the sandbox was ended while the command ran")
+            result = task.result()
         finally:
-            opened.num_running -= 1
+            opened.running.discard(task)
             opened.last_s = asyncio.get_running_loop().time()
         return web.json_response(asdict(result))
 
@@ -170,7 +172,9 @@ class SandboxServer:
         return web.Response(body=await self._of(request).sandbox.read(request.query["path"]))
 
     async def _fill(self, request: web.Request) -> web.Response:
-        await asyncio.to_thread(unpack_into, await request.read(), self._of(request).folder)
+        opened = self._of(request)
+        await asyncio.to_thread(unpack_into, await request.read(), opened.folder)
+        await opened.sandbox.load()
         return web.json_response({})
 
     async def _pack(self, request: web.Request) -> web.Response:
@@ -180,7 +184,7 @@ class SandboxServer:
 
     async def _end(self, request: web.Request) -> web.Response:
         self._of(request)
-        await self._opened.pop(request.match_info["id"]).stack.aclose()
+        await self._opened.pop(request.match_info["id"]).close()
         return web.json_response({})
 
     def _of(self, request: web.Request) -> _Opened:
@@ -195,9 +199,9 @@ class SandboxServer:
             await asyncio.sleep(min(self._expiry_s / 4, 30.0))
             now = asyncio.get_running_loop().time()
             for name, opened in tuple(self._opened.items()):
-                if not opened.num_running and now - opened.last_s > self._expiry_s:
+                if not opened.running and now - opened.last_s > self._expiry_s:
                     del self._opened[name]
-                    await opened.stack.aclose()
+                    await opened.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,12 +210,23 @@ class _Opened:
     folder: Path
     stack: AsyncExitStack
     last_s: float
-    num_running: int = 0
+    running: set[asyncio.Task[CodeResult]] = field(default_factory=set)
+
+    async def close(self) -> None:
+        """End the sandbox, with the commands that run in it."""
+        for task in (running := [*self.running]):
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self.stack.aclose()
 
 
 def _least(most: SandboxLimits, asked: SandboxLimits) -> SandboxLimits:
     """Asked limits; the server's where they are above."""
-    above = {name: value for name, value in asdict(most).items() if getattr(asked, name) > value}
+    above = {
+        name: value
+        for name, value in asdict(most).items()
+        if value is not None and (getattr(asked, name) is None or getattr(asked, name) > value)
+    }
     return replace(asked, **above)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_agent.sandbox.folders import entering
 from rl_agent.sandbox.limits import ControlGroup, control_group
 from rl_agent.sandbox.process.execution import REPORT
 from rl_agent.sandbox.process.isolation import Watch, kill_descendants
@@ -91,6 +92,7 @@ class Worker:
         folders: Mapping[str, Path] | None = None,
         readable: Sequence[Path] = (),
         service: Service | None = None,
+        namespace: int | None = None,
     ) -> Worker:
         """Start a worker, and wait until it answers.
 
@@ -101,6 +103,7 @@ class Worker:
             folders: Folders that code may change, by their path inside; it works in the first.
             readable: Further files and folders that code may read.
             service: A service of ours that code may connect to.
+            namespace: Process whose mount namespace has the folders; None: this one.
 
         Raises:
             OSError, EOFError, TimeoutError, ValueError: it does not start.
@@ -123,7 +126,7 @@ class Worker:
         with tempfile.TemporaryFile() as complaints:  # of its start; code's standard error is its output
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(PYTHON, "-I", "-S", str(PROGRAM)),
+                    *(*entering(namespace), PYTHON, "-I", "-S", str(PROGRAM)),
                     stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=complaints,

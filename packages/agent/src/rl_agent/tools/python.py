@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rl_agent.errors import ToolError
 from rl_agent.sandbox import Grader
 from rl_agent.tools.base import Tool
-from rl_agent.types import SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from rl_agent.sandbox import Worker
+    from rl_agent.sandbox.grading import SandboxGrader, SandboxWorker
+    from rl_agent.types import SandboxLimits
 
 
 class PythonTool(Tool):
@@ -24,20 +25,26 @@ class PythonTool(Tool):
         max_sessions: Processes at the same time; further trajectories wait for one, within their call's time.
         limits: Limits of each call. A call past its deadline loses the session's variables, and says so.
         needs: Isolation that is required; see `Grader`.
+        pool: Pool of the processes in place of all these, such as one in sandboxes of another kind: `create_grader`.
     """
 
     def __init__(
-        self, *, max_sessions: int = 64, limits: SandboxLimits | None = None, needs: Collection[str] = ()
+        self,
+        *,
+        max_sessions: int = 64,
+        limits: SandboxLimits | None = None,
+        needs: Collection[str] = (),
+        pool: Grader | SandboxGrader | None = None,
     ) -> None:
         super().__init__(
             "python",
             "Run Python code. Variables last; the output and the value of the last line are shown.",
             {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
         )
-        self._limits = limits or SandboxLimits()
-        self._pool = Grader(num_workers=max_sessions, limits=self._limits, needs=needs)
+        self._pool = pool or Grader(num_workers=max_sessions, limits=limits, needs=needs)
+        self._limits = self._pool.limits
         self._locks: dict[str, asyncio.Lock] = {}
-        self._sessions: dict[str, tuple[AsyncExitStack, Worker]] = {}
+        self._sessions: dict[str, tuple[AsyncExitStack, Worker | SandboxWorker]] = {}
 
     async def call(self, arguments: Mapping[str, Any], session_id: str) -> str:
         """Run `arguments["code"]`."""

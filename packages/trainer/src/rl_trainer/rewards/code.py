@@ -18,7 +18,6 @@ from rl_trainer.errors import InputError, RewardError
 from rl_trainer.rewards.completions import code_of
 
 if TYPE_CHECKING:
-    from rl_agent.types import SandboxReport
     from rl_trainer.config.schema import AgentSection, RewardSection
 
 _OUTPUT_BYTES = 1 << 24
@@ -42,6 +41,10 @@ class CodeTests:
         memory_mb: Memory of one test, all its processes together, MiB.
         is_partial: Give the share of the tests that pass.
         needs: Isolation that is required; without it there is no score.
+        sandbox: Kind of sandboxes that the code runs in, such as podman, or a mapping with `kind` and its options.
+
+    Raises:
+        SandboxError: there is no such sandbox, or it cannot do what is asked for.
     """
 
     max_tests: int | None = None
@@ -56,18 +59,21 @@ class CodeTests:
         memory_mb: Annotated[int, Field(ge=64)] = 1024,
         is_partial: bool = False,
         needs: Sequence[Literal["network", "files", "processes"]] = (),
+        sandbox: str | Mapping[str, Any] = "process",
     ) -> None:
         limits = SandboxLimits(timeout_s=timeout_s, memory_bytes=memory_mb << 20, output_bytes=_OUTPUT_BYTES)
-        self._grader = create_grader(num_workers=num_workers, limits=limits, max_waiting=1 << 20, needs=needs)
+        self._grader = create_grader(
+            num_workers=num_workers, limits=limits, max_waiting=1 << 20, needs=needs, sandbox=sandbox
+        )
         self._is_partial = is_partial
 
-    async def start(self) -> None:
-        """Start a sandbox process now, so that a machine without sandboxes fails before anything is generated.
+    async def start(self) -> str:
+        """Start a sandbox now, so that a machine without fails before anything is generated; returns what holds in it.
 
         Raises:
             SandboxError: none can be started, or shut off as asked.
         """
-        await self._grader.check()
+        return str(await self._grader.check())
 
     async def call(self, text: str, row: Mapping[str, Any]) -> float:
         """The score.
@@ -130,19 +136,23 @@ def sandbox_facts(reward: RewardSection, agent: AgentSection) -> list[tuple[str,
     try:
         if (found := check_sandboxes(agent.loop, agent.options)) is not None:
             lines.append(("sandbox", found))
-        if any(part.rule in RULES for part in reward.parts.values()) or "python" in agent.options.get("tools", ()):
-            lines.append(("code", f"on this machine, {asyncio.run(_report())}"))
+        given = {repr(part.options): part for part in reward.parts.values() if part.rule in RULES}
+        found = {asyncio.run(_report(part.rule, part.options)): None for part in given.values() if part.rule}
+        if "python" in agent.options.get("tools", ()) and "sandbox" not in agent.options:
+            found[asyncio.run(_report("code", {}))] = None
+        lines += [("code", each) for each in found]
     except SandboxError as error:
         raise InputError(str(error)) from error
     return lines
 
 
-async def _report() -> SandboxReport:
-    grader = create_grader(num_workers=1)
+async def _report(rule: str, options: Mapping[str, Any]) -> str:
+    tests = RULES[rule](1, **options)
     try:
-        return await grader.check()
+        said = await tests.start()
+        return said if "sandbox" in options else f"on this machine, {said}"
     finally:
-        await grader.close()
+        await tests.close()
 
 
 def _tests_of(row: Mapping[str, Any]) -> list[tuple[str, str | None]]:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rl_agent.errors import SandboxError
 from rl_agent.sandbox.backends.process import LOCAL_VARIABLES, local_programs
 from rl_agent.sandbox.base import MountedSandbox, SandboxKind, SandboxSpec, run_program, script_of
+from rl_agent.sandbox.folders import entering
 from rl_agent.sandbox.limits import ControlGroup
 from rl_agent.sandbox.process.filters import filter_program
 from rl_agent.sandbox.process.isolation import PROGRAMS, SETTINGS
@@ -23,6 +23,7 @@ from rl_agent.sandbox.worker import PROGRAM, PYTHON
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from rl_agent.sandbox.worker import Service
     from rl_agent.types import CodeResult
@@ -71,12 +72,12 @@ class BubblewrapSandboxes(SandboxKind):
                 f"sandbox bubblewrap has no image {image!r}: an image is a folder with a root file system that has bash"
             )
 
-    @asynccontextmanager
-    async def _opened(self, spec: SandboxSpec) -> AsyncGenerator[_BubblewrapSandbox]:
-        with tempfile.TemporaryDirectory(prefix="rl-agent-", ignore_cleanup_errors=True) as scratch:
-            yield _BubblewrapSandbox(self, spec, Path(scratch))
+    def _opened(self, spec: SandboxSpec) -> AbstractAsyncContextManager[_BubblewrapSandbox]:
+        return _BubblewrapSandbox.opened(self, spec)
 
-    async def run(self, arguments: list[str], service: Service | None, timeout_s: float | None) -> CodeResult:
+    async def run(
+        self, arguments: list[str], service: Service | None, timeout_s: float | None, namespace: int | None
+    ) -> CodeResult:
         """Run bwrap with arguments that it does not have by itself, in a control group of its own."""
         try:
             group = ControlGroup(self.limits)
@@ -90,7 +91,7 @@ class BubblewrapSandboxes(SandboxKind):
         os.lseek(calls, 0, os.SEEK_SET)
         given = [f"--seccomp {calls}", *([f"--info-fd {info[1]}", f"--block-fd {block[0]}"] if service else [])]
         limited = _LIMITED.format(groups=" ".join(map(str, group.paths)), blocks=self.limits.file_bytes >> 10)
-        command = ["bash", "-c", limited, "bwrap", "bwrap", *" ".join(given).split(), *arguments]
+        command = ["bash", "-c", limited, "bwrap", *entering(namespace), "bwrap", *" ".join(given).split(), *arguments]
         forwarding = asyncio.create_task(_forwarder(service, info[0], block[1])) if service else None
         try:
             result = await run_program(
@@ -114,7 +115,7 @@ class BubblewrapSandboxes(SandboxKind):
 
 class _BubblewrapSandbox(MountedSandbox):
     def __init__(self, kind: BubblewrapSandboxes, spec: SandboxSpec, scratch: Path) -> None:
-        super().__init__(spec, scratch)
+        super().__init__(kind, spec, scratch)
         self._kind, self._image = kind, spec.image or kind.image
 
     async def run(
@@ -137,7 +138,7 @@ class _BubblewrapSandbox(MountedSandbox):
             arguments += ["--bind", str(folder), inside]
         arguments += ["--chdir", self.workdir, "--", "bash", "-c", script]
         async with kind.turns:
-            return await kind.run(arguments, service, timeout_s)
+            return await kind.run(arguments, service, timeout_s, self.namespace)
 
     def _root(self) -> list[str]:
         if self._image is not None:

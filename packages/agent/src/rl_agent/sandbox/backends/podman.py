@@ -93,8 +93,7 @@ class PodmanSandboxes(SandboxKind):
             f"--tmpfs=/tmp:rw,exec,mode=1777,size={limits.scratch_bytes}",
         ]
         options += [f"--volume={path}:{path}:ro" for path in spec.readable]
-        if spec.folder is not None:
-            options += [f"--volume={spec.folder}:{spec.workdir}", f"--workdir={spec.workdir}"]
+        options += _folders(spec, limits)
         async with AsyncExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-agent-"))
             await stack.enter_async_context(_container(name, [*options, image], scratch))
@@ -102,15 +101,33 @@ class PodmanSandboxes(SandboxKind):
             pid, _, workdir = where.strip().partition(" ")
             if spec.service is not None and self.network == "proxy":
                 await stack.enter_async_context(forwarder(int(pid), spec.service))
-            sandbox = _PodmanSandbox(self, name, int(pid), spec.workdir if spec.folder is not None else workdir or "/")
-            if spec.extra:
+            sandbox = _PodmanSandbox(self, name, int(pid), spec, workdir or "/")
+            await sandbox.load()
+            if spec.extra and limits.folder_bytes is None:
                 await sandbox.run(f"mkdir -p {shlex.join(spec.extra)}")
             yield sandbox
 
 
 class _PodmanSandbox(Sandbox):
-    def __init__(self, kind: PodmanSandboxes, name: str, pid: int, workdir: str) -> None:
-        self._kind, self._name, self._pid, self.workdir = kind, name, pid, workdir
+    def __init__(self, kind: PodmanSandboxes, name: str, pid: int, spec: SandboxSpec, workdir: str) -> None:
+        self._kind, self._name, self._pid = kind, name, pid
+        self.workdir = spec.workdir if spec.folder is not None else workdir
+        self._folder = spec.folder
+        """Folder whose files are copied; None: it is mounted, or there is none."""
+        if kind.limits.folder_bytes is None:
+            self._folder = None
+
+    async def load(self) -> None:
+        """See `Sandbox`."""
+        if self._folder is not None:
+            await _podman("cp", f"{self._folder}/.", f"{self._name}:{self.workdir}")
+
+    async def sync(self) -> None:
+        """See `Sandbox`."""
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder.mkdir()
+            await _podman("cp", f"{self._name}:{self.workdir}/.", str(self._folder))
 
     async def run(
         self, command: str, *, timeout_s: float | None = None, variables: Mapping[str, str] | None = None
@@ -192,7 +209,20 @@ async def _container(name: str, options: Sequence[str], folder: str) -> AsyncGen
         await process.wait()
 
 
+def _folders(spec: SandboxSpec, limits: SandboxLimits) -> list[str]:
+    """Options for the folders that commands may change: with a bound, these and `/tmp` are all that they may."""
+    most, place = limits.folder_bytes, [] if spec.folder is None else [f"--workdir={spec.workdir}"]
+    if most is None:
+        return place if spec.folder is None else [f"--volume={spec.folder}:{spec.workdir}", *place]
+    if spec.folder is None:  # the working folder is the image's own
+        return [f"--storage-opt=size={most}"]
+    folders = (spec.workdir, *spec.extra)
+    return ["--read-only", *place, *(f"--tmpfs={each}:rw,exec,mode=0755,size={most}" for each in folders)]
+
+
 def _advice(said: str) -> str:
+    if "storage-opt" in said or "pquota" in said or "project quota" in said:
+        return "; folder_bytes of an image's own folder needs podman's storage on xfs with pquota: leave it out"
     if "hybrid mode" in said:
         return '; apt-get install runc, and set runtime="runc" of [engine] in containers.conf'
     return ""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,8 @@ from rl_agent.sandbox.base import MountedSandbox, SandboxKind, SandboxSpec, scri
 from rl_agent.sandbox.pool import Grader
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Mapping
+    from collections.abc import Collection, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from rl_agent.types import CodeResult
 
@@ -43,12 +42,13 @@ class ProcessSandboxes(SandboxKind):
 
     async def check(self) -> str:
         """See `SandboxKind`."""
+        if self.limits.folder_bytes is not None:
+            async with self._opened(SandboxSpec()):
+                pass
         return f"on this machine, {await self.grader.check()}"
 
-    @asynccontextmanager
-    async def _opened(self, spec: SandboxSpec) -> AsyncGenerator[_ProcessSandbox]:
-        with tempfile.TemporaryDirectory(prefix="rl-agent-", ignore_cleanup_errors=True) as scratch:
-            yield _ProcessSandbox(self, spec, Path(scratch))
+    def _opened(self, spec: SandboxSpec) -> AbstractAsyncContextManager[_ProcessSandbox]:
+        return _ProcessSandbox.opened(self, spec)
 
     async def close(self) -> None:
         """Kill all processes."""
@@ -57,7 +57,7 @@ class ProcessSandboxes(SandboxKind):
 
 class _ProcessSandbox(MountedSandbox):
     def __init__(self, kind: ProcessSandboxes, spec: SandboxSpec, scratch: Path) -> None:
-        super().__init__(spec, scratch)
+        super().__init__(kind, spec, scratch)
         self._kind = kind
 
     async def run(
@@ -68,7 +68,9 @@ class _ProcessSandbox(MountedSandbox):
         programs, readable = local_programs(kind.venv), [*spec.readable, *([] if kind.venv is None else [kind.venv])]
         script = script_of(command, {**LOCAL_VARIABLES, **(variables or {})}, programs)
         service = spec.service if kind.network == "proxy" else None
-        async with kind.grader.worker(folders=self.folders, readable=readable, service=service) as worker:
+        async with kind.grader.worker(
+            folders=self.folders, readable=readable, service=service, namespace=self.namespace
+        ) as worker:
             if "files" not in worker.isolation:
                 if spec.extra:
                     raise SandboxError(
