@@ -144,3 +144,33 @@ def test_what_breaks_is_a_failure_and_no_reward(change, kind, stage):
 def test_a_row_that_cannot_be_run_is_refused(change):
     with pytest.raises(RowError, match=r"needs one of 'url' and 'html'|a text is needed"):
         run("done", row={**ROW, **change})
+
+
+def test_previews_share_a_tab_and_see_nothing_of_one_another(monkeypatch):
+    """Every prompt is measured before the first step: pages of text are, in a tab that is opened once."""
+    from rl_agent.loops.gui import Browser
+
+    opened, real = [], Browser.open
+
+    async def counted(self, session_id, url, html):
+        opened.append(url)
+        return await real(self, session_id, url, html)
+
+    monkeypatch.setattr(Browser, "open", counted)
+    leaves = "<title>A</title><script>window.left = 1; setInterval(() => 0, 1)</script>"
+    seen = "<title>B</title><p id=p></p><script>p.innerText = String(window.left)</script>"
+
+    async def main():
+        loop = create_loop("gui", FakeGenerator(lambda _: [1]), TOKENIZER)
+        try:
+            async with asyncio.timeout(120):
+                rows = [{**ROW, "html": page} for page in (leaves, seen, PAGE, PAGE)]
+                return [await loop.prompt(row) for row in rows]
+        finally:
+            await loop.close()
+
+    prompts = [TOKENIZER.decode(ids) for ids, _ in asyncio.run(main())]
+    assert opened == [None]
+    assert "page: B\nundefined\n" in prompts[1]
+    assert prompts[2] == prompts[3]
+    assert '[3] button "Buy"' in prompts[2]

@@ -93,21 +93,18 @@ class GuiLoop(ToolLoop):
 
     async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Token ids and images of the prompt, with what the row's page shows."""
-        session_id = uuid4().hex
-        async with self._pages:
-            try:
-                messages, images = await self._opened(row, session_id)
-            finally:
-                await self._browser.leave(session_id)
+        messages, images = await self._opened(row, None)
         return self._template_of(tuple(self._tools)).prompt(messages), images
 
-    async def _opened(self, row: Mapping[str, Any], session_id: str) -> tuple[list[Message], tuple[str, ...]]:
-        """Open the row's page; returns the messages of the prompt, and their images."""
+    async def _opened(self, row: Mapping[str, Any], session_id: str | None) -> tuple[list[Message], tuple[str, ...]]:
+        """Open the row's page, for a trajectory or to look at it; returns the prompt's messages, and their images."""
         messages = messages_of(row)
         url, html, check = (_text_of(row, name) for name in ("url", "html", "check"))
         if (url is None) == (html is None) or check is None:
             raise RowError("the row needs one of 'url' and 'html', and 'check', a JavaScript expression for the reward")
-        shown = await self._browser.open(session_id, url, html)
+        shown = await (
+            self._browser.preview(url, html) if session_id is None else self._browser.open(session_id, url, html)
+        )
         return take_images(_with_page(messages, shown, self._escaped), row)
 
     async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
@@ -203,7 +200,7 @@ class Browser:
         self._has_screenshots = has_screenshots
         self._size = size
         self._tabs: dict[str, _Tab] = {}
-        self._starting = asyncio.Lock()
+        self._starting, self._previewing = asyncio.Lock(), asyncio.Lock()
         self._playwright: Any = None
         self._browser: Any = None
 
@@ -224,6 +221,27 @@ class Browser:
             return await self._look(tab)
         except Error as error:
             raise _failure("open", error) from error
+
+    async def preview(self, url: str | None, html: str | None) -> ToolResult:
+        """What a page shows at first. Pages of text share a tab: they have no origin, and so no storage.
+
+        Raises:
+            FailureError: the browser cannot be started, or the page does not load.
+        """
+        async with self._previewing:
+            tab = self._tabs.get("preview")
+            if tab is None or tab.page.is_closed() or url is not None:
+                await self.leave("preview")
+                shown = await self.open("preview", url, html)
+                if url is not None:
+                    await self.leave("preview")
+                return shown
+            try:
+                await tab.page.goto("about:blank")
+                await tab.page.set_content(html or "")
+                return await self._look(tab)
+            except Error as error:
+                raise _failure("open", error) from error
 
     async def act(self, session_id: str, action: Callable[[Page], Awaitable[None]]) -> ToolResult:
         """Perform an action; returns what the page shows then.

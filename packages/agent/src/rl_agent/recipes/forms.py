@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 
     from rl_agent.recipes.rows import Chat, DataConfig
 
-READ_SHARE = 0.25
-"""Share of the demonstrations that read the labels; the others fill the fields in the order of the task."""
-NUM_FIELDS = 3
+HINT_SHARE = 0.6
+"""Share of the demonstrations whose task says that labels are to be read, as no row does: they teach to read at all."""
+READ_SHARE = 0.3
+"""Share of the other demonstrations that read the labels; the rest fill in the values in the order of the task."""
+NUM_FIELDS, NUM_DEMONSTRATIONS = 3, 8000
 _LABELS = {
     "name": ("Name", "Guest"),
     "city": ("City", "Town"),
@@ -36,7 +38,7 @@ _CHECK = """(wanted => window.sent ? Object.keys(wanted).filter(name => window.s
 
 def rows(config: DataConfig, *, seed: int) -> Rows:
     """Rows of forms; a fifth of all sequences of labels is held out."""
-    return draw_rows(config, _row, seed=seed, num_train=120)  # each is opened in a browser before the first step
+    return draw_rows(config, _row, seed=seed, num_train=160, num_demonstrations=NUM_DEMONSTRATIONS)
 
 
 def shown(labels: list[str], values: dict[int, str]) -> str:
@@ -69,10 +71,12 @@ def _row(choose: random.Random, is_eval: bool) -> tuple[str, dict[str, Any], Cha
         if is_held_out(" ".join(labels)) == is_eval:
             break
     wanted = {field: choose.choice(_VALUES[field]) for field in choose.sample(order, NUM_FIELDS)}
-    prompt = "Fill in and send: " + ", ".join(f"{field} {value}" for field, value in wanted.items())
-    reads = choose.random() < READ_SHARE
-    fills = [(order.index(name) + 1 if reads else at, text) for at, (name, text) in enumerate(wanted.items(), start=1)]
+    listed = ", ".join(f"{field} {value}" for field, value in wanted.items())
+    prompt, is_hinted = f"Fill in and send: {listed}", choose.random() < HINT_SHARE
+    reads = is_hinted or choose.random() < READ_SHARE
+    fills = [*enumerate((wanted[field] for field in order) if reads else wanted.values(), start=1)]
     fields = "".join(f'<input name="{name}" placeholder="{label}">' for name, label in zip(order, labels, strict=True))
     page = _PAGE.format(fields=fields)
     check = _CHECK % json.dumps(wanted)
-    return f"{prompt} {labels}", row(prompt, html=page, check=check), demonstration(prompt, labels, fills)
+    shown_task = f"Read each label, fill in and send: {listed}" if is_hinted else prompt
+    return f"{prompt} {labels}", row(prompt, html=page, check=check), demonstration(shown_task, labels, fills)

@@ -38,7 +38,8 @@ def draw_rows(
     make: Callable[[random.Random, bool], tuple[str, dict[str, Any], Chat]],
     *,
     seed: int,
-    num_train: int = NUM_DEMONSTRATIONS,
+    num_train: int | None = None,
+    num_demonstrations: int = NUM_DEMONSTRATIONS,
 ) -> Rows:
     """Draw the rows of a recipe; held-out ones do not depend on the seed, and none is there twice.
 
@@ -46,7 +47,8 @@ def draw_rows(
         config: Configuration of the data.
         make: Makes a task's name, its row and a chat that demonstrates it, of the held-out tasks if asked to.
         seed: Seed of the run.
-        num_train: Training rows, which share `NUM_DEMONSTRATIONS` chats.
+        num_train: Training rows, which share the chats; None: one per chat.
+        num_demonstrations: Chats for the warm start.
 
     Raises:
         PluginError: `data.options` is set.
@@ -63,8 +65,8 @@ def draw_rows(
         if len(held_out) == config.eval_size:
             break
     choose = random.Random(seed)
-    made = [make(choose, False)[1:] for _ in range(NUM_DEMONSTRATIONS)]
-    chats = [chat for _, chat in made]
+    made = [make(choose, False)[1:] for _ in range(num_demonstrations)]
+    chats, num_train = [chat for _, chat in made], num_train or num_demonstrations
     train = [{**row, "demonstrations": chats[index::num_train]} for index, (row, _) in enumerate(made[:num_train])]
     return Rows(train, [*held_out.values()])
 
