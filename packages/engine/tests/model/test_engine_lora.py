@@ -1,5 +1,7 @@
 import json
 import shutil
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import peft
 import pytest
@@ -20,6 +22,9 @@ from rl_engine import (
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 
+_spec = spec_from_file_location("moe_oracle", Path(__file__).parents[1] / "support" / "moe_oracle.py")
+moe_oracle = module_from_spec(_spec)
+_spec.loader.exec_module(moe_oracle)
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -217,16 +222,95 @@ def test_an_adapter_that_cannot_be_merged_is_refused_by_check(tmp_path, kind, ta
         check("fsdp", EngineConfig(model_path=str(folder_of(kind, tmp_path)), lora=lora))
 
 
-def test_joined_experts_have_no_adapter_and_cannot_be_named(tmp_path):
-    """peft would adapt them, and a merged model would lack it."""
-    sizes = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
-    model.save_pretrained(tmp_path / "moe")
-    found = check("fsdp", EngineConfig(model_path=str(tmp_path / "moe"), lora=LoraConfig(export="adapter")))
+def test_joined_experts_have_no_adapter_unless_named(tmp_path):
+    found = check(
+        "fsdp",
+        EngineConfig(model_path=str(moe_oracle.write_model(tmp_path / "moe")), lora=LoraConfig(export="adapter")),
+    )
     layers = {name.rpartition(".")[2] for name in found["adapter_layers"].split()}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ConfigError, match=r"Target module Qwen3MoeExperts.* is not supported"):
-        check("fsdp", EngineConfig(model_path=str(tmp_path / "moe"), lora=LoraConfig(target_modules=("experts",))))
+
+
+@pytest.mark.promise("An adapter on joined experts trains as peft's and is merged into them")
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}])
+def test_experts_are_adapted_as_peft_does(tmp_path, changes):
+    """Gradients after three steps are those of peft's eager model, and so are log-probs of both exports."""
+    folder = moe_oracle.write_model(tmp_path / "moe")
+    rows = [(row[0], row[1]) for row in moe_oracle.draw_rows()]
+    batch = ragged_batch(*map(list, zip(*rows, strict=True)))
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "experts"), export="adapter")
+    engine = build(folder, lora, **changes)
+    with engine.eval_mode(), engine.adapter_off():
+        base = engine.forward_backward_batch(batch, None).columns["logprobs"].values()
+    for _ in range(3):
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch, sft_loss)
+        engine.optimizer_step()
+    engine.save_model(tmp_path / "out")
+    engine.optimizer_zero_grad()
+    trained = engine.forward_backward_batch(batch, sft_loss).columns["logprobs"].values()
+    with engine.eval_mode(), engine.adapter_off():
+        torch.testing.assert_close(engine.forward_backward_batch(batch, None).columns["logprobs"].values(), base)
+    gradients = {
+        name.removeprefix("model."): parameter.grad
+        for name, parameter in engine.parts.built.scorer.named_parameters()
+        if parameter.grad is not None
+    }
+    engine.close()
+    eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    eager.set_experts_implementation("eager")
+    model = peft.PeftModel.from_pretrained(eager, tmp_path / "out", is_trainable=True, autocast_adapter_dtype=False)
+    scored = [
+        model(torch.tensor([[*p, *c]]))
+        .logits[0, len(p) - 1 : -1]
+        .log_softmax(-1)
+        .gather(1, torch.tensor(c)[:, None])[:, 0]
+        for p, c in rows
+    ]
+    torch.testing.assert_close(torch.cat(scored).detach(), trained, rtol=1e-6, atol=1e-8)
+    (-torch.cat(scored).mean()).backward()
+    wanted = {name: each.grad for name, each in model.base_model.model.named_parameters() if each.grad is not None}
+    assert wanted.keys() == gradients.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-6, atol=1e-9)
+    assert (trained - base).abs().max() > 0.1
+
+
+@pytest.mark.process
+def test_a_model_merged_with_adapted_experts_is_the_trained_one(tmp_path):
+    folder = moe_oracle.write_model(tmp_path / "moe")
+    engine = build(folder, LoraConfig(rank=2, alpha=4.0, target_modules=("experts",)))
+    train(engine)
+    trained = scores(engine)
+    engine.save_model(tmp_path / "merged")
+    names = [name for name, _ in engine.get_per_tensor_param()[0]]
+    engine.close()
+    original = load_file(folder / "model.safetensors")
+    assert sorted(names) == sorted(original)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    merged.set_experts_implementation("eager")
+    torch.testing.assert_close(plain_scores(merged), trained, rtol=1e-6, atol=1e-7)
+
+
+def test_experts_are_no_target_where_there_are_none(folder, tmp_path):
+    for lora, told in (
+        (LoraConfig(target_modules=("experts",)), r"target_modules is \['experts'\]"),
+        (LoraConfig(target_modules=("q_proj", "experts"), dropout=0.1), "peft has none on experts"),
+    ):
+        path = folder if lora.dropout == 0 else moe_oracle.write_model(tmp_path / "moe")
+        with pytest.raises(ConfigError, match=told):
+            check("fsdp", EngineConfig(model_path=str(path), lora=lora))
+
+
+def test_megatron_has_no_adapters_on_experts(tmp_path):
+    pytest.importorskip("megatron.core")
+    folder = moe_oracle.write_model(tmp_path / "moe")
+    with pytest.raises(
+        ConfigError, match="not on its experts. Name target_modules without it, or use the fsdp backend"
+    ):
+        check("megatron", EngineConfig(model_path=str(folder), lora=LoraConfig(target_modules=("experts",))))
 
 
 def test_a_folder_of_an_adapter_is_no_model(folder, tmp_path):

@@ -359,6 +359,8 @@ def run_ranks(start_ranks, folder, size):
         found = {"steps": ranks.steps(alone, list), "states": states(alone)}
         alone.forward_backward_rows(ranks.draw_rows(3, "bob", 1), ranks.LOSSES)
         found["alone"] = alone.optim_step(ranks.ADAM["bob"], "bob").grad_norm
+    ranks.moe_oracle.write_model(folder / "moe")
+    found["experts"] = ranks.expert_steps(folder, list)
     return {"one": found} | start_ranks(SCRIPT, folder, size)
 
 
@@ -374,3 +376,19 @@ def test_ranks_refuse_and_fail_together(two):
     assert two["refused"].startswith("Rank 1 refused its rows: Row 0 is for adapter 'dan'")
     assert "nan" in two["not finite"]
     assert two["after"] > 0
+
+
+def test_adapters_on_experts_are_sharded_as_the_rest_is(two):
+    (steps, weights), (wanted, theirs) = two["experts"], two["one"]["experts"]
+    assert steps == [pytest.approx(each, rel=1e-9) for each in wanted]
+    torch.testing.assert_close(weights, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_have_no_adapters_on_experts(tmp_path):
+    folder = ranks.moe_oracle.write_model(tmp_path / "moe")
+    with create_worker(EngineConfig(model_path=str(folder), optimizer=None)) as worker:
+        with pytest.raises(ConfigError, match="an expert sees tokens of many rows"):
+            worker.add_adapter("ann", LoraConfig(target_modules=("q_proj", "experts")))
+        worker.add_adapter("ann", LoraConfig())
+        worker.forward_backward_rows(ranks.draw_rows(1, "ann", 3), ranks.LOSSES)
+        assert worker.optim_step(ranks.ADAM["ann"], "ann").grad_norm > 0

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
@@ -13,11 +14,17 @@ from rl_engine import (
     EngineConfig,
     LoraConfig,
     NonFiniteError,
+    OptimizerConfig,
     TrainingRow,
+    create_engine,
     create_loss,
     create_worker,
 )
+from rl_engine.losses import sft_loss
 
+_spec = spec_from_file_location("moe_oracle", Path(__file__).with_name("moe_oracle.py"))
+moe_oracle = module_from_spec(_spec)
+_spec.loader.exec_module(moe_oracle)
 LORAS = {
     "ann": LoraConfig(rank=4, alpha=8.0),
     "bob": LoraConfig(rank=2, alpha=8.0, target_modules=("q_proj", "down_proj")),
@@ -88,6 +95,23 @@ def steps(worker, mine, seeds=(1, 2)):
     return found
 
 
+def expert_steps(folder, mine):
+    """Losses and norms of two steps of an adapter on joined experts, and what is exported then."""
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "experts"))
+    optimizer = OptimizerConfig(lr=1e-2)
+    config = EngineConfig(model_path=str(folder / "moe"), precision="float64", lora=lora, optimizer=optimizer)
+    engine = create_engine("fsdp", config)
+    engine.initialize()
+    found, rows = [], mine(moe_oracle.draw_rows())
+    for _ in range(2):
+        engine.optimizer_zero_grad()
+        loss = engine.forward_backward_batch(moe_oracle.batch_of(rows, is_routed=False), sft_loss).metrics["loss"]
+        found.append((loss, engine.optimizer_step()))
+    weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    engine.close()
+    return found, weights
+
+
 def main(folder):
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -113,6 +137,7 @@ def main(folder):
     worker.save_state(folder / "saved", "ann")
     assert worker.load_state(folder / "saved", "ann") == 3
     worker.close()
+    seen["experts"] = expert_steps(folder, lambda rows: rows[rank::size])
     if rank == 0:
         torch.save(seen, folder / "seen.pt")
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from rl_engine.types import EngineConfig, LoraConfig
 
+EXPERTS = "experts"
+"""The target that stands for the weights of all experts of a mixture, where they are joined."""
 ADAPTER = "default"
 """The only adapter, by peft's own name."""
 _SCORE = "score"
@@ -42,11 +44,16 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = He
         import peft
     except ImportError as error:
         raise BackendError(f"lora needs peft ({error}); try: pip install 'rl-engine[lora]'") from error
+    experts = _joined_experts(model) if EXPERTS in config.target_modules else []
+    if experts and config.dropout:
+        raise ConfigError(f"lora.dropout is {config.dropout}, and peft has none on {EXPERTS}. Set it to 0.")
+    names = [name for name in config.target_modules if not (experts and name == EXPERTS)]
     known = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - any number does
         lora_dropout=config.dropout,
-        target_modules=list(config.target_modules) or _linear_names(model),
+        target_modules=names if config.target_modules else _linear_names(model),
+        target_parameters=experts or None,
         task_type="CAUSAL_LM" if head == Head.LM else "SEQ_CLS",
         modules_to_save=None if head == Head.LM else [_SCORE],
     )
@@ -62,6 +69,19 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = He
     if head != Head.LM:
         model.get_submodule(_SCORE).requires_grad_(True)
     return json.loads(json.dumps(known.to_dict(), default=_plain))
+
+
+def _joined_experts(model: nn.Module) -> list[str]:
+    """Names of the weights, as `experts.gate_up_proj`, of experts that are joined in tensors of three axes."""
+    return sorted(
+        {
+            f"{EXPERTS}.{name}"
+            for path, module in model.named_modules()
+            if path.rpartition(".")[2] == EXPERTS
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim == 3
+        }
+    )
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -95,6 +115,8 @@ def _check_layers(model: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     for name, layer in adapted_layers(model).items():
+        if _parameter_of(layer) is not None:
+            continue
         base, last = layer.get_base_layer(), name.rpartition(".")[2]
         if not isinstance(base, (Linear, Conv1D)):
             raise ConfigError(
@@ -140,17 +162,40 @@ def without_adapter(model: nn.Module) -> Generator[None]:
 
 def merged_weights(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """`named`, the weights of a model with an adapter, as those of one without: names, sums, whole tensors."""
-    layers = adapted_layers(model)
+    layers = {
+        f"{_without_wrappers(name)}.{_parameter_of(layer) or 'weight'}": name
+        for name, layer in adapted_layers(model).items()
+    }
     for name, tensor in named.items():
-        owner, _, rest = name.partition(".base_layer.")
         if ".lora_" in name:
             continue
-        full = whole(tensor)
-        if owner in layers and rest == "weight":
+        full, own = whole(tensor), _without_wrappers(name)
+        if (owner := layers.get(own)) is not None:
             down, up = (whole(named[f"{owner}.lora_{part}.{ADAPTER}.weight"]) for part in "AB")
-            added = (up @ down) * layers[owner].scaling[ADAPTER]
-            full = full + (added.T if layers[owner].fan_in_fan_out else added)
-        yield (f"{owner}.{rest}" if rest else name), full
+            full = full + _product(model.get_submodule(owner), down, up)
+        yield own, full
+
+
+def _product(layer: Any, down: Tensor, up: Tensor) -> Tensor:
+    """What an adapter adds to its weight: B @ A, of each expert if the weight is that of joined ones."""
+    scaling = layer.scaling[ADAPTER]
+    if _parameter_of(layer) is None:
+        added = (up @ down) * scaling
+        return added.T if layer.fan_in_fan_out else added
+    num = layer.num_experts
+    down, up = down.unflatten(0, (num, -1)), up.unflatten(1, (-1, num)).permute(2, 0, 1)
+    added = (up @ down) * scaling
+    return added.transpose(1, 2) if getattr(layer.get_base_layer(), "is_transposed", False) else added
+
+
+def _parameter_of(layer: Any) -> str | None:
+    """Name of the parameter that peft adapts in the place of a module's product; None of a linear layer."""
+    return getattr(layer, "parameter_name", None)
+
+
+def _without_wrappers(name: str) -> str:
+    """Name of a module or parameter in the model without peft's wrappers."""
+    return name.replace(".base_layer", "")
 
 
 def adapter_weights(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

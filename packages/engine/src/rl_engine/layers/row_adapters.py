@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from rl_engine.checkpoint.hf_folder import DTYPES, empty_model
 from rl_engine.errors import ConfigError
-from rl_engine.layers.peft_lora import ADAPTER, adapted_layers, add_adapter
+from rl_engine.layers.peft_lora import ADAPTER, EXPERTS, adapted_layers, add_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -61,6 +61,11 @@ def draw_adapter(config: EngineConfig, lora: LoraConfig, seed: int) -> tuple[Pef
     model._apply(without_memory)  # pyright: ignore[reportPrivateUsage]
     model.tie_weights()
     described = add_adapter(model, lora, seed)
+    if described["target_parameters"]:
+        raise ConfigError(
+            f"lora.target_modules takes {EXPERTS}, of which an expert sees tokens of many rows; rows with adapters of "
+            "their own have none on them. Leave it out, or train one adapter, by EngineConfig.lora."
+        )
     return described, {
         name: LowRank(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER])
         for name, layer in adapted_layers(model).items()

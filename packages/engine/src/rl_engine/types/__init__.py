@@ -202,7 +202,7 @@ class LoraConfig:
     """Dropout rate of the adapter's input while training."""
     target_modules: tuple[str, ...] = ()
     """Names of linear layers, such as q_proj; empty: every linear layer but the head (of a mixture whose experts are
-    joined in one tensor, those of attention)."""
+    joined in one tensor, those of attention). `experts` is the weights of such joined experts (fsdp, without `ep`)."""
     export: LoraExport = LoraExport.MERGED
     """Form of `get_per_tensor_param` and `save_model`."""
 
