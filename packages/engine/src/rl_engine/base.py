@@ -109,8 +109,8 @@ class Engine(ABC):
         """Make a pool of LoRA adapters over the frozen model, a `rl_engine.model.adapter_pool.AdapterPool`.
 
         From then on the column `adapter` ((B,) int64) numbers each row's adapter among those that the pool lets rows
-        use, -1 for none, and backward passes add to their gradients. `target_token_ids` (ragged) are then scored in
-        place of the completion's tokens.
+        use, -1 for none, and the pool's backward passes add to their gradients. `target_token_ids` (ragged) are scored
+        in place of the completion's tokens.
 
         Raises:
             ConfigError: the engine is trained itself, or its backend, model or a setting does not allow it.

@@ -275,6 +275,8 @@ class TrainingWorker:
         """One pass for each number of tokens that rows score at a position. Collective."""
         passes = self._agree(rows, losses, has_backward=has_backward)
         found = RowsOutput(logprobs=[torch.empty(0)] * len(rows), metrics={})
+        if self._pool is not None:  # all of them, so that too many are refused before the first pass
+            self._pool.open(sorted({name for shares in passes.values() for name in shares if name is not None}))
         for width, shares in passes.items():
             names = [name for name in shares if name is not None]
             if self._pool is not None:
@@ -289,22 +291,26 @@ class TrainingWorker:
             mine = [index for index, row in enumerate(rows) if width_of(row) == width]
             columns = sorted({column for share in shares.values() for column in share.columns})
             data = batch_of([rows[index] for index in mine], width, numbers, columns)
-            output = self.engine.forward_backward_batch(data, loss, forward_only=not has_backward)
+            if loss is not None and has_backward and self._is_frozen:
+                output = self.pool.forward_backward(data, loss)
+            else:
+                output = self.engine.forward_backward_batch(data, loss, forward_only=not has_backward)
             scored = output.columns.get("logprobs" if width == 1 else "asked_logprobs").float().cpu()
             for index, logprobs in zip(mine, scored.unbind(), strict=True):
                 found.logprobs[index] = logprobs
-            for name, number in numbers.items():
-                for key, value in output.metrics.items():
-                    if key.startswith(f"{number}/"):
-                        own = found.metrics.setdefault(name, {})
-                        own[key.partition("/")[2]] = own.get(key.partition("/")[2], 0.0) + value
+            of_number = {f"{number}": name for name, number in numbers.items()}
+            for key, value in output.metrics.items():
+                number, _, metric = key.partition("/")
+                if metric:  # the engine's own are of all adapters
+                    own = found.metrics.setdefault(of_number[number], {})
+                    own[metric] = own.get(metric, 0.0) + value
         return found
 
     def _agree(
         self, rows: Sequence[TrainingRow], losses: Mapping[str | None, LossFunction] | None, *, has_backward: bool
     ) -> dict[int, dict[str | None, AdapterShare]]:
         """Shares of all ranks, by pass; rows that one rank refuses are refused by all. Collective."""
-        mine: str | dict[int, dict[str | None, Any]]
+        mine: str | dict[int, dict[str | None, tuple[Any, ...]]]
         try:
             self.check_rows(rows, losses)
             if has_backward and self._is_frozen and any(row.adapter is None for row in rows):
@@ -312,26 +318,14 @@ class TrainingWorker:
             mine = {
                 width: {name: astuple(share) for name, share in named.items()}
                 for width, named in shares_of(rows).items()
-            }
+            }  # plain values, which ranks exchange
         except BatchError as error:
             mine = str(error)
         said = gather_values(mine) if dist.is_initialized() else [mine]
         for rank, answer in enumerate(said):
             if isinstance(answer, str):
                 raise BatchError(answer if answer is mine else f"Rank {rank} refused its rows: {answer}")
-        return merge_shares(
-            [
-                {
-                    width: {
-                        name: AdapterShare(columns=tuple(one[0]), tokens=one[1], sequences=one[2])
-                        for name, one in named.items()
-                    }
-                    for width, named in answer.items()
-                }
-                for answer in said
-                if not isinstance(answer, str)
-            ]
-        )
+        return merge_shares([answer for answer in said if not isinstance(answer, str)])
 
     def close(self) -> None:
         """Free the engine. Idempotent."""

@@ -99,6 +99,36 @@ def test_gradients_and_steps_are_those_of_a_plain_peft_loop(folder, worker, tmp_
         torch.testing.assert_close(ours[f"adapters.ann.{name}"], tensor.detach(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_may_be_on_a_head_that_is_not_tied(tmp_path):
+    """Along with an adapter that is not on it; the folder's head is no embedding."""
+    write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    with ranks.build(tmp_path) as worker:
+        worker.add_adapter("dan", LoraConfig(rank=4, target_modules=("q_proj", "lm_head")))
+        losses = ranks.LOSSES | {"dan": create_loss("cross_entropy")}
+        rows = [*(replace(row, adapter="dan") for row in ranks.draw_rows(1, "ann", 3)), *ranks.draw_rows(2, "cy", 2)]
+        for _ in range(2):
+            worker.forward_backward_rows(rows, losses)
+            worker.optim_step(ranks.ADAM["ann"], "dan")
+        worker.save_state(tmp_path / "dan", "dan")
+        found = worker.forward_backward_rows(rows, losses)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "dan", is_trainable=True, autocast_adapter_dtype=False)
+        total = torch.zeros((), dtype=torch.float64)
+        for row in rows[:3]:
+            logprobs = model(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
+            scored = logprobs.gather(1, torch.tensor(row.target_token_ids)[:, None])[:, 0]
+            total = total - (scored * torch.tensor(row.inputs["weights"])).sum()
+        total.backward()
+        norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+        assert found.metrics["dan"]["loss"] == pytest.approx(float(total.detach()), rel=1e-6)
+        assert worker.optim_step(ranks.ADAM["ann"], "dan").grad_norm == pytest.approx(float(norm), rel=1e-6)
+        mixed = ranks.gradient(worker, "cy")
+        worker.pool["cy"].drop_gradient()
+        worker.forward_backward_rows(ranks.draw_rows(2, "cy", 2) * 3, losses)  # two steps and a third pass above
+        torch.testing.assert_close(ranks.gradient(worker, "cy"), mixed, rtol=1e-6, atol=1e-9)
+
+
 def test_an_adapter_begins_as_that_of_a_seeded_engine(folder, worker):
     lora = LoraConfig(rank=4, alpha=8.0, export="adapter")
     config = EngineConfig(model_path=str(folder / "model"), lora=lora, seed=5, precision="float64")
@@ -155,11 +185,16 @@ def test_idle_adapters_are_on_disk_and_come_back_equal(folder, worker, tmp_path)
                 one.optim_step(ranks.ADAM[name], name)
         assert len(few.pool.resident) == 2
     assert not few.pool["ann"].flat
+    wide = TrainingRow(adapter="cy", token_ids=[1], target_token_ids=[[2, 3]], inputs={"weights": [[1.0, 1.0]]})
+    two_passes = [*ranks.draw_rows(1, "ann", 1), *ranks.draw_rows(1, "bob", 1), wide]
     with pytest.raises(BatchError, match="The rows have 3 adapters and max_resident is 2"):
         few.forward_backward_rows(ranks.mixed_rows(1), ranks.LOSSES)
+    with pytest.raises(BatchError, match="The rows have 3 adapters"):
+        few.forward_backward_rows(two_passes, dict.fromkeys(NAMES, create_loss("cross_entropy")))
     for name in NAMES:
         few.pool.open([name])
         torch.testing.assert_close(ranks.state(few, name), ranks.state(worker, name), rtol=0, atol=0)
+        assert "grad" not in few.pool[name].flat
     few.close()
 
 

@@ -79,16 +79,18 @@ def shares_of(rows: Sequence[TrainingRow]) -> dict[int, dict[str | None, Adapter
 
 
 def merge_shares(
-    ranks: Sequence[dict[int, dict[str | None, AdapterShare]]],
+    ranks: Sequence[Mapping[int, Mapping[str | None, tuple[Any, ...]]]],
 ) -> dict[int, dict[str | None, AdapterShare]]:
-    """Shares of several ranks added up; the same order on every rank.
+    """Shares of several ranks, each as its fields' values, added up; the same order on every rank.
 
     Raises:
         BatchError: as `shares_of`.
     """
     found: dict[int, dict[str | None, AdapterShare]] = {}
-    for width, name, share in ((w, n, s) for rank in ranks for w, named in rank.items() for n, s in named.items()):
-        _add(found.setdefault(width, {}), name, share)
+    for width, named in (item for rank in ranks for item in rank.items()):
+        for name, (columns, tokens, sequences) in named.items():
+            share = AdapterShare(columns=tuple(columns), tokens=tokens, sequences=sequences)
+            _add(found.setdefault(width, {}), name, share)
     return {width: {name: found[width][name] for name in sorted(found[width], key=str)} for width in sorted(found)}
 
 

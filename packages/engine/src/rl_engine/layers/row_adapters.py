@@ -76,7 +76,7 @@ class RowAdapters:
     """Adds to each linear layer's output what the adapters of the rows in its input make of it.
 
     Args:
-        model: The frozen model; adapters are on linear layers inside `layers`.
+        model: The frozen model; adapters are on linear layers inside `layers`, and on its head.
         layers: Its decoder layers.
     """
 
@@ -86,6 +86,8 @@ class RowAdapters:
         self._hooked: set[str] = set()
         self._used: Sequence[Mapping[str, LowRank]] = ()
         self._runs: list[tuple[int, int]] = []
+        found: Any = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        self._head = next((name for name, module in model.named_modules() if module is found), None)
         embedding: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
         embedding.register_forward_hook(_with_gradient)
 
@@ -96,10 +98,10 @@ class RowAdapters:
             ConfigError: names one.
         """
         for name in names:
-            if id(self._model.get_submodule(name)) not in self._inside:
+            if name != self._head and id(self._model.get_submodule(name)) not in self._inside:
                 raise ConfigError(
-                    f"lora.target_modules takes {name}, which is not in a decoder layer; rows with adapters of their "
-                    "own need layers that see every token. Leave it out."
+                    f"lora.target_modules takes {name}, which is neither in a decoder layer nor the head; rows with "
+                    "adapters of their own need layers that see every token. Leave it out."
                 )
 
     def attach(self, names: Iterable[str]) -> None:
@@ -111,6 +113,11 @@ class RowAdapters:
     def use(self, adapters: Sequence[Mapping[str, LowRank]]) -> None:
         """Set the adapters that rows number from 0, each by layer."""
         self._used = adapters
+
+    @property
+    def need_logits(self) -> bool:
+        """Whether an adapter in use is on the head, whose logits the model then makes itself, of every token."""
+        return any(self._head in layers for layers in self._used)
 
     def begin(self, of_rows: Sequence[int] | None, lengths: Sequence[int]) -> None:
         """Begin a pass: the adapter of each row (-1: none; None: of no row), and its tokens in the layers' input."""

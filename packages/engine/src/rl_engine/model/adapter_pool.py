@@ -26,8 +26,12 @@ from rl_engine.types import find_damage, read_manifest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from tensordict import TensorDict
+
+    from rl_engine.base import LossFunction
+    from rl_engine.model.batch_runner import BatchRunner
     from rl_engine.model.scorer import BuiltModel
-    from rl_engine.types import AdamParams, LoraConfig, PeftConfig
+    from rl_engine.types import AdamParams, EngineOutput, LoraConfig, PeftConfig
 
 _WEIGHTS, _STATE, _MANIFEST = "adapter_model.safetensors", "optimizer.safetensors", "manifest.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -89,17 +93,24 @@ class AdapterPool:
 
     Args:
         built: The model.
+        runner: Runs its batches.
         rows: Its layers' adapters.
         max_resident: Adapters on the device at once.
         idle_folder: Others are in this folder; None: in host memory.
     """
 
     def __init__(
-        self, built: BuiltModel, rows: RowAdapters, *, max_resident: int = 8, idle_folder: str | Path | None = None
+        self,
+        built: BuiltModel,
+        runner: BatchRunner,
+        rows: RowAdapters,
+        *,
+        max_resident: int = 8,
+        idle_folder: str | Path | None = None,
     ) -> None:
         if max_resident < 1:
             raise ConfigError(f"max_resident is {max_resident}; it is a number of adapters, 1 or more.")
-        self._built, self._rows = built, rows
+        self._built, self._runner, self._rows = built, runner, rows
         self._max_resident = max_resident
         self._idle = None if idle_folder is None else Path(idle_folder) / f"rank-{built.world.rank}"
         self._known: dict[str, Adapter] = {}
@@ -194,6 +205,15 @@ class AdapterPool:
         for adapter in found if trained else ():
             adapter.collect()
         self._rows.use([adapter.layers for adapter in found])
+
+    def forward_backward(self, data: TensorDict, loss_function: LossFunction) -> EngineOutput:
+        """Add to the gradients of the adapters in use; see `Engine.forward_backward_batch`."""
+        scorer = self._built.scorer
+        scorer.train()  # without which nothing is recomputed; there is no dropout
+        try:
+            return self._runner.forward_backward(data, loss_function, has_backward=True)
+        finally:
+            scorer.eval()
 
     def step(self, name: str, adam: AdamParams) -> float:
         """Step one adapter by AdamW; the gradient norm over all ranks before clipping, 0 without a gradient.

@@ -177,7 +177,7 @@ class PolicyScorer(HuggingFaceScorer):
 
     def _score(self, rows: PackedRows, arguments: dict[str, Any], head_loss: HeadLoss | None = None) -> ModelOutput:
         """Log-prob (and what else is wanted) of each completion token, and of candidates."""
-        if self.head is None:
+        if self.head is None or (self.adapters is not None and self.adapters.need_logits):
             # The head does more than one product: let the model make the (C, V) logits.
             logits = take_rows(self.model(**arguments).logits.flatten(0, 1), rows.scored)
             return score_logits(logits, rows, self._wanted)

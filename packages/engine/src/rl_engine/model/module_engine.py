@@ -155,7 +155,6 @@ class ModuleEngine(Engine):
         self._parts: EngineParts | None = None
         self._writer: CheckpointWriter | None = None
         self._schedule_step = 0
-        self._has_adapters = False
 
     @property
     def parts(self) -> EngineParts:
@@ -284,8 +283,6 @@ class ModuleEngine(Engine):
         run = self.parts.runner.forward_backward
         if loss_function is None or forward_only:
             return run(data, loss_function, has_backward=False)
-        if self._has_adapters:
-            return self._with_adapters(data, loss_function)
         self._optimizer("run a backward pass (say forward_only=True)")
         if self._config.router_aux_loss_coef or self._config.trains_mtp:  # which every row has
             return run(data, loss_function, has_backward=True)
@@ -297,16 +294,8 @@ class ModuleEngine(Engine):
             name = "lora" if self._config.lora is not None else "optimizer"
             raise ConfigError(f"Adapters by name are over a frozen model, and {name} is set; leave it out (None).")
         rows = self._backend.row_adapters(self.parts.built.scorer)
-        self._has_adapters = True
-        return AdapterPool(self.parts.built, rows, max_resident=max_resident, idle_folder=idle_folder)
-
-    def _with_adapters(self, data: TensorDict, loss_function: LossFunction) -> EngineOutput:
-        scorer = self.parts.built.scorer
-        scorer.train()  # without which nothing is recomputed; there is no dropout
-        try:
-            return self.parts.runner.forward_backward(data, loss_function, has_backward=True)
-        finally:
-            scorer.eval()
+        options: dict[str, Any] = {"max_resident": max_resident, "idle_folder": idle_folder}
+        return AdapterPool(self.parts.built, self.parts.runner, rows, **options)
 
     def optimizer_step(self, adam: AdamParams | None = None) -> float:
         """Clip, then step."""
