@@ -15,7 +15,7 @@ if [[ -z "${UV_FIND_LINKS:-}" && -n "${PIP_FIND_LINKS:-}" ]]; then
   export UV_FIND_LINKS
 fi
 scratch=$(mktemp -d)
-trap 'rm -rf "${scratch}"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "${scratch}"' EXIT
 if ! command -v uv >/dev/null; then
   python3 -m pip install --quiet --target "${scratch}/uv" uv
   PATH="${scratch}/uv/bin:${PATH}"
@@ -25,11 +25,13 @@ wanted=("$@")
 summary=()
 started=${SECONDS}
 
+is_wanted() { ((!${#wanted[@]})) || [[ " ${wanted[*]} " == *" $1 "* ]]; }
+
 # tier NAME COMMAND...: run one tier, remember its time; a failure ends the run with the tier's name.
 tier() {
   local name=$1 since=${SECONDS}
   shift
-  if ((${#wanted[@]})) && [[ " ${wanted[*]} " != *" ${name} "* ]]; then return; fi
+  if ! is_wanted "${name}"; then return; fi
   printf '\n\033[1m== %s\033[0m: %s\n' "${name}" "$*"
   if "$@"; then
     summary+=("$(printf '%-8s %5d s' "${name}" $((SECONDS - since)))")
@@ -38,6 +40,23 @@ tier() {
     printf 'tier %s FAILED after %d s\n' "${name}" $((SECONDS - since))
     exit 1
   fi
+}
+
+# early NAME COMMAND...: start a tier that needs one core only; `tier NAME finish NAME` waits for it and prints its output.
+declare -A early_pids=()
+early() {
+  local name=$1
+  shift
+  if ! is_wanted "${name}"; then return; fi
+  "$@" >"${scratch}/${name}.log" 2>&1 &
+  early_pids[${name}]=$!
+}
+
+finish() {
+  local code=0
+  wait "${early_pids[$1]}" || code=$?
+  cat "${scratch}/$1.log"
+  return "${code}"
 }
 
 # The locked environment. A local folder's CPU build of torch fits one Python only, and uv, which locks for all of them,
@@ -89,15 +108,17 @@ train_gsm8k() {
 tier sync install
 tier format uv run --no-sync ruff format --check .
 tier lint uv run --no-sync ruff check .
+early types uv run --no-sync pyright
 tier typos uv run --no-sync typos
-tier types uv run --no-sync pyright
 tier seams uv run --no-sync lint-imports --no-logo
 tier docs build_docs
+tier types finish types
 tier tests run_tests
+if command -v nvcc >/dev/null; then early cuda compile_cuda; fi
 tier wheels uv run --no-sync pytest -m 'wheels and not integration' tests
 tier job uv run --no-sync rl-train quickstart steps=2 output_dir="${scratch}/quickstart"
 tier gsm8k train_gsm8k
-if command -v nvcc >/dev/null; then tier cuda compile_cuda; fi
+if command -v nvcc >/dev/null; then tier cuda finish cuda; fi
 
 printf '\n%s\n' "${summary[@]}"
 printf 'all tiers passed in %d s\n' $((SECONDS - started))

@@ -81,6 +81,8 @@ def test_nothing_is_written_where_no_step_was_taken(tmp_path, saved):
     assert saved == []
 
 
+SMALL = ["steps=200", "eval_every=0", "batch.batch_size=16", "batch.mini_batch_size=16", "data.eval_size=16"]
+SMALL += ["data.options.num_rows=2000"]
 SLOW_REWARD = """
 import pathlib, time
 def score(text, row):
@@ -90,9 +92,10 @@ def score(text, row):
 """
 
 
-def quickstart(tmp_path, *overrides):
-    """A run in a session of its own, after its first step."""
-    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "eval_every=0", f"output_dir={tmp_path / 'out'}"]
+def quickstart(model, tmp_path, *overrides):
+    """A run of the small model in a session of its own, after its first step."""
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", f"model.path={model}", *SMALL]
+    command.append(f"output_dir={tmp_path / 'out'}")
     process = subprocess.Popen(
         [*command, *overrides], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -118,8 +121,8 @@ def ended(process):
 
 @pytest.mark.process
 @pytest.mark.timeout(400)
-def test_sigterm_to_every_process_of_a_run_is_a_checkpoint(tmp_path):
-    process = quickstart(tmp_path, "runtime=ray", "steps=200")
+def test_sigterm_to_every_process_of_a_run_is_a_checkpoint(model, tmp_path):
+    process = quickstart(model, tmp_path, "runtime=ray")
     for pid in reversed(descendants(process.pid)):
         try:
             os.kill(pid, signal.SIGTERM)
@@ -133,10 +136,10 @@ def test_sigterm_to_every_process_of_a_run_is_a_checkpoint(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.timeout(400)
-def test_a_step_that_waits_for_rewards_is_given_up(tmp_path):
+def test_a_step_that_waits_for_rewards_is_given_up(model, tmp_path):
     mark = tmp_path / "slow"
     (tmp_path / "reward.py").write_text(SLOW_REWARD.format(mark=str(mark)))
-    process = quickstart(tmp_path, "steps=200", f"reward.path={tmp_path / 'reward.py'}:score")
+    process = quickstart(model, tmp_path, f"reward.path={tmp_path / 'reward.py'}:score")
     mark.touch()
     metrics = tmp_path / "out" / "metrics.jsonl"
     seen, since = -1, time.monotonic()
