@@ -32,6 +32,7 @@ def check_model_folder(model_path: str) -> None:
 OPTIONS = {
     "block_size": "positions per block of the cache; 16",
     "chunk_tokens": "prompt tokens computed per step, so that a long prompt does not delay others; 512, on a GPU 4096",
+    "num_speculative_tokens": "most tokens per pass drafted from earlier completions of the same prompt; none",
     "tool_parser": "how the model writes tool calls, for /v1/chat/completions: hermes, llama, ...",
     "adapters": "LoRA adapters that requests may ask for: name to folder in peft's format",
     "max_adapters": "adapters at once, those that weight updates add included; as many as `adapters` has",

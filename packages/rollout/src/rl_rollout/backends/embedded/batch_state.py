@@ -156,6 +156,12 @@ class BatchState:
         """Token ids of a row."""
         return self.tokens[row, : self.length_of(row)].tolist()
 
+    def write_draft(self, row: int, token_ids: Sequence[int]) -> None:
+        """Write tokens behind the newest one of a row. They are its only once they have been sampled too."""
+        length = self.length_of(row)
+        self.reserve(0, length + len(token_ids) + 1, 1)
+        self.tokens[row, length : length + len(token_ids)] = torch.tensor(token_ids, device=self.device)
+
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
         """Append blocks to a row's block table, on the host; `flush_blocks` copies them to the device."""
         first = int(self.num_blocks[row])

@@ -10,7 +10,7 @@ import torch
 from rl_csrc import sampling
 from rl_rollout.backends.embedded.grammar import restricted
 from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
-from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept
+from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept, offsets
 from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
 from rl_rollout.backends.embedded.model.sampler import cut, shaped
 from rl_rollout.backends.embedded.output_processor import note_tokens
@@ -53,6 +53,12 @@ class StepRunner:
         """CUDA graphs of decode steps; None on a CPU, and for models with experts."""
         self.weight_version = 0
         """Version of the tokens that are sampled without an adapter."""
+        self.num_passes = 0
+        """Forward passes so far."""
+        self.num_drafted = 0
+        """Drafted tokens that were checked so far."""
+        self.num_accepted = 0
+        """Drafted tokens so far that were sampled too."""
 
     def run(self, plan: Plan) -> tuple[np.ndarray, Drawn] | None:
         """Run the model over the planned tokens, and sample the sequences that get one.
@@ -67,14 +73,18 @@ class StepRunner:
                 raise GenerationError("nothing in the batch can be computed; this is a fault of the scheduler")
             return None
         can_replay = self.graphs is not None and not (
-            chunks or self._special.adapted or any(s.request.returns_routed_experts for s in self._special.reading)
+            plan.drafts
+            or chunks
+            or self._special.adapted
+            or any(s.request.returns_routed_experts for s in self._special.reading)
         )
         if can_replay:
             self._model.active_adapters.tokens = {}
             self._model.experts.is_on = False
         if can_replay and self._special.are_plain:
             return self._replay(plan)
-        others = [chunk.sequence.row for chunk in chunks if chunk.is_last] + [s.sequence.row for s in plan.splits]
+        last = [chunk.sequence for chunk in chunks if chunk.is_last]
+        others = [each.row for each in last] + [split.sequence.row for split in plan.splits]
         drawn = np.concatenate([plan.rows, np.array(others, dtype=np.int64)]) if others else plan.rows
         single = self.batch_builder.rows(plan.rows)
         batch, ids = self.batch_builder.batch(plan, single)
@@ -87,6 +97,7 @@ class StepRunner:
             logits = self._model.logits(ids, batch.positions + table.shifts[batch.rows], batch, kept(plan, asked))
         self._cache.copy(plan.copies)
         experts = self._model.experts.take()
+        self.num_passes += 1
         if self._special.reading:
             note_tokens(plan, self._special.reading, table, logits[len(drawn) :], asked, experts)
         table.computed[plan.rows] += 1
@@ -96,6 +107,8 @@ class StepRunner:
             table.computed[split.sequence.row] = self._table.length_of(split.sequence.row)
         if not len(drawn):
             return None
+        if plan.drafts:
+            return drawn, self._verify(plan, drawn, logits)
         rows = torch.from_numpy(drawn).to(single.device) if others else single
         return drawn, self._draw(drawn, rows, logits[: len(drawn)])
 
@@ -135,6 +148,60 @@ class StepRunner:
             self._model.prefill_seen(self._table.tokens[row, : chunk.count], seen, batch)
             self._note_computed(chunk)
 
+    def _verify(self, plan: Plan, drawn: np.ndarray, logits: Tensor) -> Drawn:
+        """Sample after the newest token of rows `drawn` and after each drafted one, up to the first that differs.
+
+        A token's random number depends on its position alone, so that the tokens are those of single steps.
+
+        Args:
+            plan: Plan with drafts.
+            drawn: Rows that get tokens: decoding ones, those of last chunks, those of splits.
+            logits: [W, V], of the row's newest token and its drafted ones, row by row.
+        """
+        table, device = self._table, logits.device
+        leaders = [chunk.sequence for chunk in plan.chunks if chunk.is_last]
+        leaders += [plan.chunks[split.chunk].sequence for split in plan.splits]
+        drafts = [plan.drafts.get(each, ()) for each in (*(self._scheduler.running[r] for r in plan.rows), *leaders)]
+        widths = np.array([1 + len(each) for each in drafts])
+        width, place = int(widths.max()), offsets(widths)
+        table.reserve(0, int(table.lengths_host[drawn].max()) + width, 1)
+        index = np.repeat(np.arange(len(drawn)), widths)
+        rows = torch.from_numpy(drawn[index]).to(device)
+        positions = table.lengths[rows] + torch.from_numpy(place).to(device)
+        temperature, is_greedy = table.temperature[rows], table.is_greedy[rows]
+        if self._special.truncating:
+            logits, temperature = cut(logits, temperature, table.top_k[rows], table.top_p[rows], is_greedy)
+        ids, logprobs = sampling.draw(
+            logits, temperature=temperature, streams=table.streams[rows], positions=positions, is_greedy=is_greedy
+        )
+        told, drafted = (np.full((len(drawn), width), filler, dtype=np.int64) for filler in (-1, -2))
+        told[index, place] = ids.cpu().numpy()
+        for its, tokens in zip(drafted, drafts, strict=True):
+            its[: len(tokens)] = tokens
+        scores = np.zeros((len(drawn), width), dtype=np.float32)
+        scores[index, place] = logprobs.cpu().numpy()
+        is_end = (told[..., None] == table.stop_ids[drawn][:, None]).any(-1) | ~np.isfinite(scores)
+        goes_on = (told == drafted) & ~is_end
+        room = table.limits[drawn] - table.lengths_host[drawn]
+        counts = np.minimum(1 + goes_on.cumprod(axis=1).sum(axis=1), room)
+        is_new = torch.from_numpy(place < counts[index]).to(device)
+        where = rows[is_new], positions[is_new]
+        table.tokens[where], table.logprobs[where] = ids[is_new], logprobs[is_new]
+        table.versions[where] = self._versions(where[0])
+        table.lengths[torch.from_numpy(drawn).to(device)] += torch.from_numpy(counts).to(device)
+        table.lengths_host[drawn] += counts
+        table.computed[drawn] += counts - 1
+        self.num_drafted += int(widths.sum()) - len(drawn)
+        self.num_accepted += int(counts.sum()) - len(drawn)
+        newest = np.arange(len(drawn)), counts - 1
+        return Drawn(ids=told[newest], logprobs=scores[newest])
+
+    def _versions(self, which: Tensor | slice) -> Tensor | int:
+        """Versions of the weights that these rows' tokens are sampled from: the model's, or each row's adapter's."""
+        if not self._special.adapted:
+            return self.weight_version
+        return self._model.adapters.versions[self._table.adapters[which]]
+
     def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> Drawn:
         """Sample the next token of rows `drawn` (`rows` on the device) from logits [B, V], and record it."""
         table, count = self._table, len(drawn)
@@ -165,9 +232,7 @@ class StepRunner:
             logprobs[its] = torch.where(logprobs[its].isfinite(), of_model, logprobs[its])
         table.tokens[rows, lengths] = ids
         table.logprobs[rows, lengths] = logprobs
-        has_adapters = bool(self._special.adapted)
-        version = self._model.adapters.versions[table.adapters[which]] if has_adapters else self.weight_version
-        table.versions[rows, lengths] = version
+        table.versions[rows, lengths] = self._versions(which)
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
         told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step

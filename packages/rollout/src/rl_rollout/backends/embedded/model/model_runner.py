@@ -327,8 +327,13 @@ class BatchBuilder:
         """Attention batch of the planned tokens, those of `rows` first, and their ids [T]."""
         table = self._table
         positions = table.lengths[rows] - 1
-        num_single = len(plan.rows)
-        spans = [(chunk.sequence.row, chunk.start, chunk.count) for chunk in plan.chunks]
+        if plan.drafts:
+            widths = plan.widths()
+            repeats = torch.from_numpy(widths).to(table.device)
+            rows = rows.repeat_interleave(repeats)
+            positions = positions.repeat_interleave(repeats) + torch.from_numpy(offsets(widths)).to(table.device)
+        num_single = len(rows)
+        spans = [(each.sequence.row, each.start, each.count + plan.num_drafted(each.sequence)) for each in plan.chunks]
         if spans:
             # By numpy: torch would wake its threads for a few numbers, and they spin on a core for a while afterwards.
             chunk_rows = np.repeat([row for row, _, _ in spans], [count for _, _, count in spans])
@@ -363,6 +368,11 @@ class BatchBuilder:
         }
 
 
+def offsets(widths: np.ndarray) -> np.ndarray:
+    """0, 1, ... width - 1 for each width, one after the other."""
+    return np.arange(widths.sum()) - np.repeat(widths.cumsum() - widths, widths)
+
+
 def kept(plan: Plan, asked: Sequence[bool]) -> list[int] | None:
     """Indices of the planned tokens whose logits are needed: sampled ones first, then prompt tokens. None: all.
 
@@ -372,13 +382,17 @@ def kept(plan: Plan, asked: Sequence[bool]) -> list[int] | None:
     """
     if not plan.chunks:
         return None
-    ends: list[int] = []
+    ends: list[range] = []
+    """Of each chunk, its last token and the drafted ones."""
     spans: list[int] = []
-    at = len(plan.rows)
+    at = num_single = int(plan.widths().sum())
     for chunk, is_asked in zip(plan.chunks, asked, strict=True):
         if is_asked:
             spans.extend(range(at, at + chunk.count))
         at += chunk.count
-        ends.append(at - 1)
+        num_drafted = plan.num_drafted(chunk.sequence)
+        ends.append(range(at - 1, at + num_drafted))
+        at += num_drafted
     last = [end for end, chunk in zip(ends, plan.chunks, strict=True) if chunk.is_last]
-    return [*range(len(plan.rows)), *last, *(ends[split.chunk] for split in plan.splits), *spans]
+    sampled = [*last, *(ends[split.chunk] for split in plan.splits)]
+    return [*range(num_single), *(place for end in sampled for place in end), *spans]

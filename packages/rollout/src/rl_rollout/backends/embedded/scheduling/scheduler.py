@@ -58,8 +58,21 @@ class Plan:
     """Sequences that take their blocks and their first token from a chunk of this step."""
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source, target) blocks to copy after the forward pass: the last block of each split, which it will write to."""
+    drafts: dict[SequenceState, Sequence[int]] = field(default_factory=dict["SequenceState", "Sequence[int]"])
+    """Drafted tokens, fed after the newest token of a decoding sequence or after its last chunk."""
     steps: int = 0
     """Decode steps that all sequences hold the blocks for; 0 where the next step has to be planned."""
+
+    def num_drafted(self, sequence: SequenceState) -> int:
+        """Number of tokens drafted for a sequence."""
+        return len(self.drafts.get(sequence, ()))
+
+    def widths(self) -> np.ndarray:
+        """Number of tokens fed of each of `rows`: the newest one and those drafted, int64."""
+        widths = np.ones(len(self.rows), dtype=np.int64)
+        for sequence, drafted in self.drafts.items():
+            widths[self.rows == sequence.row] += len(drafted)
+        return widths
 
 
 class Scheduler:
@@ -88,31 +101,40 @@ class Scheduler:
         """Tokens that need not be computed so far, as another request did, or this one before it was preempted."""
 
     def admit(self) -> list[SequenceState]:
-        """Take waiting sequences into the batch, oldest first, while there are rows and blocks for their tokens."""
+        """Take waiting sequences into the batch, while there are rows and blocks for their tokens.
+
+        Those whose prompts had the longest completions come first, then the oldest.
+        """
         admitted: list[SequenceState] = []
         # Blocks for running sequences that are not computed yet come first.
         promised = sum(self._num_missing(s, int(self.table.lengths_host[s.row])) for s in self._pending())
         seen: set[Hashable] = set()
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = next(iter(self.waiting))
+        queue = sorted(self.waiting, key=lambda s: -s.expected) if len(self.running) < self.max_num_seqs else []
+        for sequence in queue[: self.max_num_seqs - len(self.running)]:
             key = (sequence.root, sequence.prompt)
             promised += 1 if key in seen else self._num_missing(sequence, len(sequence.prompt))
             if promised > self.pool.num_free:
                 break
             seen.add(key)
             sequence.row = len(self.running)
-            self.waiting.popitem(last=False)
+            del self.waiting[sequence]
             self.running.append(sequence)
             self.num_prompt_tokens += len(sequence.prompt)
             admitted.append(sequence)
         return admitted
 
-    def plan(self, tokens_of: Callable[[SequenceState], Sequence[int]], most_steps: int = 1) -> Plan:
+    def plan(
+        self,
+        tokens_of: Callable[[SequenceState], Sequence[int]],
+        most_steps: int = 1,
+        draft: Callable[[SequenceState], Sequence[int]] | None = None,
+    ) -> Plan:
         """Plan the next step, and take the blocks for it.
 
         Args:
             tokens_of: Returns prompt and completion of a sequence. Called rarely.
             most_steps: Most decode steps to plan at once.
+            draft: Drafts the next tokens of a sequence.
         """
         table, count, size = self.table, len(self.running), self.pool.block_size
         lengths, computed, held = table.lengths_host[:count], table.computed[:count], table.num_blocks[:count]
@@ -124,14 +146,27 @@ class Scheduler:
                     self._hold(sequence, self.pool.take(1))
         plan = Plan(rows=np.empty(0, dtype=np.int64))
         if not is_next.all():
-            self._plan_chunks(plan, tokens_of, self.chunk_tokens)
+            self._plan_chunks(plan, tokens_of, self.chunk_tokens, draft)
         is_fed = (lengths - computed == 1) & (lengths <= held * size)
         for chunk in plan.chunks:
             is_fed[chunk.sequence.row] = False
         plan.rows = np.flatnonzero(is_fed)
-        if is_fed.all():
+        if draft is not None:
+            for row in plan.rows.tolist():
+                self._add_draft(plan, self.running[row], draft)
+        if is_fed.all() and len(plan.rows) >= 2 * sum(map(len, plan.drafts.values())):
             plan.steps = self._look_ahead(most_steps)
+            if plan.steps > 1:  # several steps without the host are faster than one with few drafted tokens
+                plan.drafts.clear()
         return plan
+
+    def _add_draft(self, plan: Plan, sequence: SequenceState, draft: Callable[[SequenceState], Sequence[int]]) -> None:
+        """Draft the next tokens of a sequence, where blocks for them are free."""
+        drafted = draft(sequence)
+        missing = self._num_missing(sequence, int(self.table.lengths_host[sequence.row]) + len(drafted))
+        if drafted and missing <= self.pool.num_free:
+            self._hold(sequence, self.pool.take(max(missing, 0)))
+            plan.drafts[sequence] = drafted
 
     def _look_ahead(self, most_steps: int) -> int:
         """Take the blocks of further decode steps of all sequences; returns how many steps may follow one another."""
@@ -147,7 +182,13 @@ class Scheduler:
             self._hold(self.running[row], self.pool.take(int(missing[row])))
         return most_steps
 
-    def _plan_chunks(self, plan: Plan, tokens_of: Callable[[SequenceState], Sequence[int]], budget: int) -> None:
+    def _plan_chunks(
+        self,
+        plan: Plan,
+        tokens_of: Callable[[SequenceState], Sequence[int]],
+        budget: int,
+        draft: Callable[[SequenceState], Sequence[int]] | None,
+    ) -> None:
         leaders: dict[Hashable, int] = {}
         being_seen: set[Hashable] = set()
         size = self.pool.block_size
@@ -189,6 +230,8 @@ class Scheduler:
             if is_last and key is not None:
                 leaders[key] = len(plan.chunks)
             plan.chunks.append(Chunk(sequence=sequence, start=start, count=count, is_last=is_last))
+            if is_last and draft is not None:
+                self._add_draft(plan, sequence, draft)
             budget -= count
 
     def _find_prefix(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
@@ -202,14 +245,13 @@ class Scheduler:
 
     def _split(self, plan: Plan, sequence: SequenceState, leader: int, length: int) -> None:
         num_full = length // self.pool.block_size
-        blocks = plan.chunks[leader].sequence.blocks
-        if length > num_full * self.pool.block_size:
-            if not self.pool.num_free:
-                return
-            own = self.pool.take(1)
-            plan.copies.append((blocks[num_full], own[0]))
-        else:
-            own = []
+        shared = plan.chunks[leader].sequence
+        blocks = shared.blocks
+        num_own = -(-(length + plan.num_drafted(shared)) // self.pool.block_size) - num_full
+        if num_own > self.pool.num_free:
+            return
+        own = self.pool.take(num_own)
+        plan.copies.extend(zip(blocks[num_full : num_full + num_own], own, strict=True))
         self.pool.share(blocks[:num_full])
         self._hold(sequence, [*blocks[:num_full], *own])
         plan.splits.append(Split(sequence=sequence, chunk=leader))

@@ -125,6 +125,8 @@ class SequenceState:
     """Completion tokens that were streamed."""
     row: int = -1
     """Row in the batch; -1 while it waits."""
+    expected: int = 0
+    """Tokens of the longest completion that is remembered of its prompt; longer ones are admitted first."""
     since: float = 0.0
     """Time at which it began to wait, or entered the batch, by the engine's clock, seconds."""
     extras: Extras = field(init=False)
@@ -163,6 +165,11 @@ class SequenceState:
         """Position of its first completion token; one of the prompt where it resumes what was begun elsewhere."""
         spans, end = self.request.sampled_spans, len(self.prompt)
         return spans[-1][0] if spans and spans[-1][1] == end else end
+
+    @property
+    def draft_key(self) -> tuple[int, ...]:
+        """Prompt of its completion, by which earlier ones are remembered."""
+        return self.prompt[: self.completion_start]
 
     @property
     def truncates(self) -> bool:
@@ -236,7 +243,12 @@ class SpecialSequences:
     @property
     def are_plain(self) -> bool:
         """Whether a step has nothing to do for them but sampling at a temperature."""
-        return not (self.truncating or self.reading or self.structured or self.shaped)
+        return not self.truncating and self.take_drafts
+
+    @property
+    def take_drafts(self) -> bool:
+        """Whether several tokens of a sequence may be sampled from one pass."""
+        return not (self.reading or self.structured or self.shaped)
 
     def add(self, admitted: Sequence[SequenceState]) -> None:
         """Sort sequences that have entered the batch."""
