@@ -56,7 +56,7 @@ def test_the_public_names():
         *("CodeResult", "Grader", "GroupResult", "SandboxError", "SandboxLimits", "SandboxReport"),
         *("AgentLoop", "AgentLoopOutput", "AgentRunner", "Failure", "FailureKind", "Generator", "Message"),
         *("RolloutResult", "Tokenizer", "create_loop", "load_tokenizer", "tokenize_prompt", "validate_output"),
-        *("tokenize_prompts", "ScriptError", "create_script_reader"),
+        *("tokenize_prompts", "ScriptError", "create_script_reader", "Policy"),
     }
     assert all(hasattr(rl_agent, name) for name in rl_agent.__all__)
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rl_agent.base import AgentLoop, Generator
+from rl_agent.base import AgentLoop, Generator, Policy
 from rl_agent.errors import (
     AgentError,
     FailureError,
@@ -62,6 +62,7 @@ __all__ = [
     "OutputError",
     "ParsedTurn",
     "PluginError",
+    "Policy",
     "RolloutResult",
     "RowError",
     "SandboxError",
