@@ -26,8 +26,10 @@ def write(path, rows):
 
 
 @pytest.fixture
-def files(tmp_path):
-    """A folder with data, a model and a reward."""
+def files(tmp_path, monkeypatch):
+    """A folder with data, a model, a reward and a module."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "game_of_tests.py").write_text("class Game: ...\n")
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.jsonl", [chat(n) for n in range(40)])
     write(tmp_path / "data" / "test.jsonl", [chat(n) for n in range(100, 104)])
@@ -41,7 +43,7 @@ def checkpoint(files, *overrides, drops=False):
     config = load_config(
         "gsm8k",
         [f"data.path={files / 'data'}", "data.format=rows", f"model.path={files / 'model'}",
-         f"reward.path={files / 'reward.py'}:score", *overrides],
+         f"reward.path={files / 'reward.py'}:score", "algorithm.stages=[game_of_tests:Game]", *overrides],
     )  # fmt: skip
     datasets = load_datasets(config.data, seed=config.seed)
     folder = files / "checkpoint-2"
@@ -87,6 +89,10 @@ def change_the_reward(files):
     (files / "reward.py").write_text("def score(text, row):\n    return 0.0\n")
 
 
+def change_the_game(files):
+    (files / "game_of_tests.py").write_text("class Game:\n    moves = 3\n")
+
+
 CHANGES = [
     (reorder, "training rows"),
     (edit_an_answer, "training rows"),
@@ -95,6 +101,7 @@ CHANGES = [
     (add_a_token, "tokenizer"),
     (change_the_template, "chat template"),
     (change_the_reward, "code of reward.py"),
+    (change_the_game, "code of game_of_tests.py"),
 ]
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from hashlib import blake2b
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_agent.registry import HUBS
 from rl_trainer.config import as_tree
 from rl_trainer.pipeline.roles import policies_of
 
@@ -25,7 +29,7 @@ _TEMPLATE = ("chat_template*", "*.jinja")
 _WEIGHTS = ("*.safetensors", "*.bin", "config.json")
 _PIECES, _PIECE_BYTES = 64, 4096
 """Of a file of weights its size, its beginning, and so many pieces at even distances are read."""
-_PLUG_IN = re.compile(r"(.+\.py):[A-Za-z_]\w*")
+_PLUG_IN = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def digest_inputs(config: Config, datasets: Datasets) -> dict[str, str]:
@@ -102,14 +106,26 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _plug_ins(value: Any) -> Iterator[Path]:
-    """Files that a configuration names as `FILE.py:NAME`."""
+    """Files that a configuration names as `FILE.py:NAME` or `MODULE:NAME`; the names of hubs are no modules."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for each in value:
             yield from _plug_ins(each)
-    elif isinstance(value, str) and (match := _PLUG_IN.fullmatch(value)) and Path(match[1]).is_file():
-        yield Path(match[1]).absolute()
+    elif isinstance(value, str) and (match := _PLUG_IN.fullmatch(value)):
+        if not match[1].endswith(".py"):
+            yield from _module_file(match[1])
+        elif Path(match[1]).is_file():
+            yield Path(match[1]).absolute()
+
+
+def _module_file(name: str) -> Iterator[Path]:
+    if name in {hub.name for hub in entry_points(group=HUBS)}:
+        return
+    with suppress(ImportError, ValueError):  # what else has a colon, such as an address
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            yield Path(spec.origin)
 
 
 def _hex(parts: Iterable[bytes]) -> str:

@@ -14,6 +14,7 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError, TrainerError
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.run import run
+from rl_trainer.workers.columns import rows_of
 
 PRIME = ["algorithm.advantage=prime", "critic.lr=1e-2"]
 
@@ -79,5 +80,24 @@ def test_the_model_learns_the_outcome_and_resumes(model, tmp_path):
     resumed = started(model, tmp_path, "resumed", even, "engine.optimizer.warmup_steps=0", resume)
     assert {step: m["process_loss"] for step, m in resumed.items()} == {3: losses[2], 4: losses[3]}
     assert {step: m["policy_loss"] for step, m in resumed.items()} == {s: whole[s]["policy_loss"] for s in (3, 4)}
-    with pytest.raises(TrainerError, match="a completion has the reward 2, and advantage=prime learns outcomes"):
+
+
+ROW = r"^training row \d+"
+
+
+@pytest.mark.slow
+def test_what_ends_a_run_while_it_scores_names_its_rows(model, tmp_path):
+    """A reward that is no outcome, and a stage of the user's that raises."""
+    with pytest.raises(TrainerError, match=ROW + ": a completion has the reward 2, and advantage=prime learns"):
         started(model, tmp_path, "two", "2.0")
+    stage = tmp_path / "stage.py"
+    stage.write_text("def f(rows):\n    raise KeyError('x')\n")
+    with pytest.raises(TrainerError, match=f"{ROW}, .*row \\d+: algorithm.stages: {stage}:f raised KeyError: 'x'"):
+        started(model, tmp_path, "stage", "0.5", f"algorithm.stages=[{stage}:f]")
+
+
+def test_rows_of_samples_are_named_once_and_at_most_five():
+    tags = [{"where": f"a.jsonl, row {n // 2}"} for n in range(14)]
+    assert rows_of(tags[:3]) == "a.jsonl, row 0, a.jsonl, row 1: "
+    assert rows_of(tags).endswith("a.jsonl, row 4 and 2 more: ")
+    assert rows_of([{}]) == ""

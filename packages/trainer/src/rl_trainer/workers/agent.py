@@ -29,7 +29,7 @@ from rl_trainer.rewards.scorer import unusable_truth
 from rl_trainer.runtime.base import Dispatch, register
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.tracing import trace_requests
-from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TOOL_ERROR, ImageReader, to_columns
+from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TOOL_ERROR, WHERE, ImageReader, to_columns
 from rl_trainer.workers.grading import GradedGroup, Grading, group_filter, overlong_penalty, scored
 from rl_trainer.workers.loop_thread import LoopThread
 from rl_trainer.workers.queue import write_step
@@ -492,6 +492,8 @@ class AgentWorker:
         for tag in tags:
             job = jobs[tag["group_id"]]
             tag["attempt"] = job.attempt
+            if job.where:
+                tag[WHERE] = job.where
             if TOOL_ERROR in tag:
                 tag[TOOL_ERROR] = _located(job, tag[TOOL_ERROR])
             if self._config.teacher is not None and self._config.teacher.by_source:

@@ -36,6 +36,8 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 """Log-probs of the completion under a teacher at `teacher.url`; an extra field, and a column."""
 TOOL_ERROR = "tool_error"
 """Tool, type and message of the last exception of a tool: an extra field of the trajectory, and a tag with its row."""
+WHERE = "where"
+"""Tag: file and number of the row that a sample is of."""
 GIVEN = "is_given"
 """Whether a trajectory was taken from its row (`batch.given`): an extra field, a column, and a tag."""
 TRUNCATED = ("length", "timeout")
@@ -284,3 +286,10 @@ def _opened(url: str) -> Any:
     from PIL import Image
 
     return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
+def rows_of(tags: Sequence[Mapping[str, Any]]) -> str:
+    """Start of a message about samples: file and number of their rows, of five at most; empty where none is known."""
+    rows = [*dict.fromkeys(str(tag[WHERE]) for tag in tags if WHERE in tag)]
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    return f"{', '.join(rows[:5])}{more}: " if rows else ""

@@ -9,6 +9,7 @@ import torch
 from rl_trainer.errors import TrainerError
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.tracing import span
+from rl_trainer.workers.columns import rows_of
 from rl_trainer.workers.engine_worker import EngineRank, UpdateReport
 
 if TYPE_CHECKING:
@@ -52,10 +53,12 @@ class ProcessRewardWorker(CriticWorker):
         """
         data = self._queue.get(batch, (*self._inputs, *self._reads))
         outcomes = torch.stack([row.sum() for row in data["rewards"].unbind()])
-        if wrong := [value for value in outcomes.tolist() if not 0 <= value <= 1]:
+        for value, tag in zip(outcomes.tolist(), batch.tags, strict=True):
+            if 0 <= value <= 1:
+                continue
             raise TrainerError(
-                f"a completion has the reward {wrong[0]:g}, and advantage=prime learns outcomes from 0 to 1; scale the "
-                "rewards, or choose another algorithm.advantage"
+                f"{rows_of([tag])}a completion has the reward {value:g}, and advantage=prime learns outcomes from "
+                "0 to 1; scale the rewards, or choose another algorithm.advantage"
             )
         with self._engine.eval_mode(), span("forward"):
             output = self._engine.forward_backward_batch(data, None, forward_only=True)

@@ -26,7 +26,7 @@ from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
 from rl_trainer.runtime.tracing import span
 from rl_trainer.workers.advantages import OLD_ENTROPY, advantage_columns, batch_advantages
-from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TRUNCATED
+from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TRUNCATED, rows_of
 from rl_trainer.workers.weights import LocalWeights, WeightSessions
 
 if TYPE_CHECKING:
@@ -272,12 +272,16 @@ class EngineWorker(EngineRank):
         """Write the columns of a user's stage (`algorithm.stages`).
 
         Raises:
-            TrainerError: it gave no columns.
+            TrainerError: it raised, or gave no columns; names the rows.
         """
-        stage = stage_named(name)
-        made = stage.compute(self._read(batch, stage.reads))
+        stage, rows = stage_named(name), rows_of(batch.tags)
+        data = self._read(batch, stage.reads)
+        try:
+            made = stage.compute(data)
+        except Exception as error:
+            raise TrainerError(f"{rows}algorithm.stages: {name} raised {type(error).__name__}: {error}") from error
         if not isinstance(made, Mapping) or not made:  # pyright: ignore[reportUnnecessaryIsInstance] - a plug-in
-            raise TrainerError(f"algorithm.stages: {name} gave {made!r:.80}; columns by name are needed")
+            raise TrainerError(f"{rows}algorithm.stages: {name} gave {made!r:.80}; columns by name are needed")
         return self._put(batch, made)
 
     @register(Dispatch.SPLIT_GROUPS)
