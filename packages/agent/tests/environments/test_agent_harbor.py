@@ -30,7 +30,7 @@ timeout_sec = 60.0
 build_timeout_sec = 600.0
 cpus = 1
 memory_mb = 2048
-storage_mb = 10240
+storage_mb = 64
 """
 TASKS = {
     "hello": {
@@ -183,6 +183,24 @@ def test_more_memory_than_the_sandbox_has_is_refused(tmp_path):
     row = rows_of(write_tasks(tmp_path, big={**TASKS["hello"], "task.toml": TOML.replace("2048", "8192")}))["big"]
     with pytest.raises(RowError, match="task big wants memory_mb=8192, and a sandbox has 4096"):
         played(row)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said", "sandbox"),
+    [
+        ("cpus = 1", "cpus = 4096", r"task big: it wants cpus=4096, and this machine has \d+", "process"),
+        ("storage_mb = 64", "storage_mb = 9_000_000_000", "wants storage_mb=9000000000, and .* are free in", "process"),
+        (*("storage_mb = 64", "storage_mb = 65"), "folder_bytes is 67108864", {"folder_bytes": 64 << 20}),
+        (*("cpus = 1", 'cpus = "all"'), "task big has cpus='all'; a number is needed", "process"),
+        (*("storage_mb = 64", "storage_mb = -1"), "task big has storage_mb=-1; a number is needed", "process"),
+    ],
+)
+def test_processors_and_room_that_are_not_there_are_refused(old, new, said, sandbox, tmp_path):
+    """Before anything runs: the prompt of the row is asked first."""
+    row = rows_of(write_tasks(tmp_path, big={**TASKS["hello"], "task.toml": TOML.replace(old, new)}))["big"]
+    loop = create_loop("swe", FakeGenerator(lambda _: [1]), TOKENIZER, sandbox=sandbox)
+    with pytest.raises(RowError, match=said):
+        asyncio.run(loop.prompt(row))
 
 
 def test_rewards_are_read_as_harbor_does():

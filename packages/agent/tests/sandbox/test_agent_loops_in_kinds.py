@@ -87,7 +87,7 @@ DOCKERFILE = (
 @pytest.fixture
 def task(tmp_path):
     files = {
-        "task.toml": 'version = "1.0"\n[environment]\nmemory_mb = 128\n',
+        "task.toml": 'version = "1.0"\n[environment]\ncpus = 1\nmemory_mb = 128\n',
         "instruction.md": "add one",
         "environment/Dockerfile": DOCKERFILE,
         "environment/data": "d",

@@ -99,6 +99,17 @@ class HarborTask:
         found = self.config.get(name, {})
         return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
 
+    def number(self, name: str) -> float:
+        """Number of the section `environment`; 0 if it has none.
+
+        Raises:
+            RowError: it is no number, or negative.
+        """
+        found = self.section("environment").get(name) or 0
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or found < 0:
+            raise RowError(f"task {self.folder.name} has {name}={found!r}; a number is needed")
+        return found
+
     @property
     def image(self) -> str | None:
         """Image that exists already."""

@@ -302,16 +302,25 @@ async def _harbor_spec(
     """Contents of a Harbor task's sandbox, and variables of its image.
 
     Raises:
-        RowError: its image cannot be made, or has more memory than the sandbox.
+        RowError: its image cannot be made, or it wants more memory, processors or room than a sandbox has.
         SandboxError: the image is not here, or cannot be built.
     """
-    wanted = task.section("environment").get("memory_mb") or 0
+    wanted = int(task.number("memory_mb"))
     if wanted << 20 > kind.limits.memory_bytes:
         raise RowError(
             f"task {task.folder.name} wants memory_mb={wanted}, and a sandbox has {kind.limits.memory_bytes >> 20}: "
             f"give agent.options={{memory_bytes: {wanted << 20}}}"
         )
-    spec = replace(spec, extra=(TESTS, LOGS))
+    spec = replace(
+        spec,
+        extra=(TESTS, LOGS),
+        num_cpus=task.number("cpus"),
+        storage_bytes=int(task.number("storage_mb")) << 20,
+    )
+    try:
+        await kind.check_room(spec)
+    except SandboxError as error:
+        raise RowError(f"task {task.folder.name}: {error}") from error
     if task.image is not None:
         await kind.check_image(task.image)
         return replace(spec, image=task.image), {}

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import tempfile
 import time
@@ -50,6 +51,10 @@ class SandboxSpec:
     """Files and folders of this machine that commands may read, at `Sandbox.path_of` inside."""
     service: Service | None = None
     """Service of this process, at `127.0.0.1:port` inside."""
+    num_cpus: float = 0
+    """Processors that commands need; podman gives them no more. 0: all of the machine's."""
+    storage_bytes: int = 0
+    """Room for files that commands need."""
 
 
 class Sandbox(ABC):
@@ -164,6 +169,20 @@ class SandboxKind(ABC):
         """
         self._check_takes_images(image)
 
+    async def check_room(self, spec: SandboxSpec) -> None:
+        """Check that there are the processors and the room for files that a row needs.
+
+        Raises:
+            SandboxError: there are fewer; names the field.
+        """
+        cpus = len(os.sched_getaffinity(0))
+        if spec.num_cpus > cpus:
+            raise SandboxError(f"it wants cpus={spec.num_cpus:g}, and this machine has {cpus}")
+        most, free = self.limits.folder_bytes, shutil.disk_usage(tempfile.gettempdir()).free
+        if spec.storage_bytes > (free if most is None else most):
+            there = f"{free >> 20} are free in {tempfile.gettempdir()}" if most is None else f"folder_bytes is {most}"
+            raise SandboxError(f"it wants storage_mb={spec.storage_bytes >> 20}, and {there}")
+
     async def build(self, folder: Path, name: str) -> None:
         """Build the image of a folder with a Dockerfile; no-op if it exists.
 
@@ -185,11 +204,12 @@ class SandboxKind(ABC):
             parts = PurePosixPath(path).parts
             if len(parts) < 2 or parts[0] != "/" or parts[1] in _TAKEN or ".." in parts:
                 raise RowError(f"folder {path!r} of a sandbox is none that commands can have, such as {WORKDIR}")
-        if spec.image is not None:
-            try:
+        try:
+            if spec.image is not None:
                 await self.check_image(spec.image)
-            except SandboxError as error:
-                raise RowError(str(error)) from error
+            await self.check_room(spec)
+        except SandboxError as error:
+            raise RowError(str(error)) from error
         async with self._opened(spec) as sandbox:
             yield sandbox
 

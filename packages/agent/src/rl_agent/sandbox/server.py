@@ -141,6 +141,8 @@ class SandboxServer:
                 extra=tuple(given["extra"]),
                 image=given["image"],
                 service=service,
+                num_cpus=given.get("num_cpus", 0),
+                storage_bytes=given.get("storage_bytes", 0),
             )
             sandbox = await stack.enter_async_context(self._kind(limits, given["network"]).open(spec))
             name = secrets.token_hex(16)

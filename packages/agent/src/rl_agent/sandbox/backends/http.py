@@ -3,7 +3,7 @@
 | request | does |
 |---|---|
 | `GET /health` | `{"report": TEXT}` |
-| `POST /sandboxes` | opens one: `image`, `workdir`, `extra`, `network`, `limits`, `proxy` (HOST:PORT); its `id` |
+| `POST /sandboxes` | opens one: `image`, `workdir`, `extra`, `network`, `limits`, `num_cpus`, `proxy`; its `id` |
 | `POST /sandboxes/ID/run` | runs `command` with `variables` until `timeout_s`; a `CodeResult` |
 | `PUT`, `GET /sandboxes/ID/files?path=PATH` | writes or reads a file: the body |
 | `PUT`, `GET /sandboxes/ID/folder` | replaces or reads the working folder's files: a tar file |
@@ -86,6 +86,9 @@ class HttpSandboxes(SandboxKind):
         async with self._opened(SandboxSpec(image=image)):
             pass
 
+    async def check_room(self, spec: SandboxSpec) -> None:
+        """Nothing: the server checks it, when it opens a sandbox."""
+
     @asynccontextmanager
     async def _opened(self, spec: SandboxSpec) -> AsyncGenerator[_HttpSandbox]:
         given = {path: f"/given/{number}/{path.name}" for number, path in enumerate(spec.readable)}
@@ -98,6 +101,8 @@ class HttpSandboxes(SandboxKind):
             "limits": asdict(self.limits),
             "proxy": f"{self.proxy_host}:{spec.service.port}" if proxied and spec.service else None,
             "has_folder": spec.folder is not None,
+            "num_cpus": spec.num_cpus,
+            "storage_bytes": spec.storage_bytes,
         }
         made = await self._ask("POST", "/sandboxes", request)
         path = f"/sandboxes/{made['id']}"

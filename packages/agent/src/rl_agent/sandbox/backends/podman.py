@@ -93,6 +93,7 @@ class PodmanSandboxes(SandboxKind):
             f"--tmpfs=/tmp:rw,exec,mode=1777,size={limits.scratch_bytes}",
         ]
         options += [f"--volume={path}:{path}:ro" for path in spec.readable]
+        options += [f"--cpus={spec.num_cpus:g}"] if spec.num_cpus else []
         options += _folders(spec, limits)
         async with AsyncExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-agent-"))
