@@ -202,7 +202,9 @@ def plan_batch(
         batch=batch,
         assignment=assignment,
         counts=counts,
-        micro_batches=[batch.in_order(rows) for rows in micro_batches],
+        micro_batches=[sorted(rows, key=batch.adapters.__getitem__) for rows in micro_batches]
+        if batch.adapters is not None
+        else micro_batches,
         num_micro_batches=count,
     )
 

@@ -100,13 +100,10 @@ class RowBatch:
             )
         self._units = _units_of(self._columns, self.num_rows, needs_pairs=needs_mask)
         adapters = self._columns.get(ADAPTER)
-        self._adapters: list[int] | None = adapters.tolist() if isinstance(adapters, Tensor) else None
+        self.adapters: list[int] | None = adapters.tolist() if isinstance(adapters, Tensor) else None
+        """Number of each row's adapter; None without the column."""
         self._places: _Ragged | None = None
         self._groups = _prompt_groups(self._prompt.values, prompts) if shares_prefixes else None
-
-    def in_order(self, rows: Sequence[int]) -> list[int]:
-        """Rows of a micro-batch in the order in which they are packed: those of one adapter together."""
-        return list(rows) if self._adapters is None else sorted(rows, key=self._adapters.__getitem__)
 
     @property
     def lengths(self) -> list[int]:
@@ -306,7 +303,7 @@ class RowBatch:
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
             candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
             visual=visual,
-            adapters=None if self._adapters is None else tuple(self._adapters[row] for row in rows),
+            adapters=None if self.adapters is None else tuple(self.adapters[row] for row in rows),
             places=None if self._places is None else self._values(self._places, index),
             given_ids=fed_of(self._given()[completion_tokens]) if visual else None,
             counts=counts,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rl_engine.types import EngineConfig, LoraConfig
 
 EXPERTS = "experts"
-"""The target that stands for the weights of all experts of a mixture, where they are joined."""
+"""Target of the weights of all experts of a mixture, where they are joined."""
 ADAPTER = "default"
 """The only adapter, by peft's own name."""
 _SCORE = "score"

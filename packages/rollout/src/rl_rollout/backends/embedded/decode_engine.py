@@ -164,7 +164,7 @@ class Engine:
         """
         for request, told_every in requests:
             if (adapter := request.adapter) is not None and adapter not in self.model.adapters.names:
-                self._events.append((request.request_id, self._gone(request)))
+                self._events.append((request.request_id, _gone(request, self.model.adapters.names)))
                 continue
             prompt_len = len(request.prompt_token_ids)
             limit = min(prompt_len + request.sampling_params.max_new_tokens, self.model.max_model_len)
@@ -273,13 +273,7 @@ class Engine:
             if sequence.row >= 0:
                 self.scheduler.drop_blocks(sequence)
                 self.scheduler.remove({sequence.row})
-            self._end(sequence, self._gone(sequence.request))
-
-    def _gone(self, request: GenerateRequest) -> RequestError:
-        names = ", ".join(self.model.adapters.names) or "none"
-        return RequestError(
-            f"request {request.request_id!r}: adapter {request.adapter!r} was removed; loaded are: {names}"
-        )
+            self._end(sequence, _gone(sequence.request, self.model.adapters.names))
 
     def drop_cache(self) -> None:
         """Free the cache's memory. The next steps recompute the sequences in flight."""
@@ -451,3 +445,11 @@ class Engine:
         self._begun.pop(sequence, None)
         self._special.discard(sequence)
         self._events.append((sequence.request.request_id, event))
+
+
+def _gone(request: GenerateRequest, names: Sequence[str]) -> RequestError:
+    """Error of a request whose adapter a weight update has removed."""
+    loaded = ", ".join(names) or "none"
+    return RequestError(
+        f"request {request.request_id!r}: adapter {request.adapter!r} was removed; loaded are: {loaded}"
+    )

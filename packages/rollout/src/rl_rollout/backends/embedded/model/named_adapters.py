@@ -38,7 +38,7 @@ class _Adapter:
     slot: int = 0
     """Number of the adapter in the batch state, from 1."""
     installed: int = 0
-    """Number of the installation, which tells the adapter from its former selves."""
+    """Number of the installation; another one has other tensors."""
 
 
 class AdapterStore:
