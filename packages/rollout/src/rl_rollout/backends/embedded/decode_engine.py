@@ -110,7 +110,7 @@ class Engine:
         """Version of the last update."""
         self.is_paused = False
         """Whether new requests are held."""
-        self._num_unseeded = self._num_arrived = self._num_updates = 0
+        self._num_unseeded = self._num_arrived = self.num_updates = 0
         self._held: OrderedDict[SequenceState, None] = OrderedDict()
         self._begun: OrderedDict[SequenceState, None] = OrderedDict()
         """Running requests without a deadline of their own, in the order of admission."""
@@ -186,18 +186,13 @@ class Engine:
                 arrival=self._num_arrived,
                 seen=seen,
                 matcher=matchers.get(request.request_id) if matchers else None,
-                root=self._root_of(request, seen),
+                root=_root_of(self, request, seen),
             )
             self._by_id[request.request_id] = sequence
             sequence.since = self.clock.seconds
             if self._history is not None:
                 sequence.expected = self._history.expected_length(sequence.draft_key)
             (self._held if self.is_paused else self.scheduler.waiting)[sequence] = None
-
-    def _root_of(self, request: GenerateRequest, seen: ImagePrompt | None) -> Hashable:
-        # The number of updates, not the version: callers may repeat versions, and old content must never be found.
-        adapter = request.adapter, self.model.adapters.installation(request.adapter)
-        return self._num_updates, adapter, request.images, () if seen is None else seen.sampled_places
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str] | None = None, *, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -247,11 +242,11 @@ class Engine:
         """
         self.weight_version = self.steps.weight_version = version
         self.has_weights = True
-        self._num_updates += 1
+        self.num_updates += 1
         if self.steps.graphs is not None and has_moved:
             self.steps.graphs.clear()
         for sequence in self._by_id.values():
-            sequence.root = self._root_of(sequence.request, sequence.seen)
+            sequence.root = _root_of(self, sequence.request, sequence.seen)
             if sequence.row < 0 or self.table.length_of(sequence.row) == len(sequence.prompt):
                 sequence.extras.forget_prompt()
         self._forget_cache()
@@ -262,7 +257,7 @@ class Engine:
         self.weight_version = version
         for sequence in [each for each in self._by_id.values() if each.request.adapter in changed]:
             if sequence.request.adapter in self.model.adapters.names:
-                sequence.root = self._root_of(sequence.request, sequence.seen)
+                sequence.root = _root_of(self, sequence.request, sequence.seen)
                 if sequence.row >= 0:
                     self.scheduler.drop_blocks(sequence)
                 if sequence.row < 0 or self.table.length_of(sequence.row) == len(sequence.prompt):
@@ -445,6 +440,13 @@ class Engine:
         self._begun.pop(sequence, None)
         self._special.discard(sequence)
         self._events.append((sequence.request.request_id, event))
+
+
+def _root_of(engine: Engine, request: GenerateRequest, seen: ImagePrompt | None) -> Hashable:
+    """Key of a request's prefix in the cache."""
+    # The number of updates, not the version: callers may repeat versions, and old content must never be found.
+    adapter = request.adapter, engine.model.adapters.installation(request.adapter)
+    return engine.num_updates, adapter, request.images, () if seen is None else seen.sampled_places
 
 
 def _gone(request: GenerateRequest, names: Sequence[str]) -> RequestError:
