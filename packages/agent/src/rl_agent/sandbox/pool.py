@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_agent.base import CodeGrader
 from rl_agent.errors import FailureError, SandboxError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
     from pathlib import Path
 
-    from rl_agent.sandbox.grading import SandboxWorker
+    from rl_agent.sandbox.worker import Mode
 
 _GRACE_S = 0.05
 """Seconds for a solution's process to notice that its judge has ended."""
@@ -210,8 +210,24 @@ def _key(*given: object) -> bytes:
     return hashlib.blake2b(json.dumps(given).encode(), digest_size=16).digest()
 
 
+class Runner(Protocol):
+    """What `judged` asks of the process with the code: a `Worker`, or Python in another kind of sandbox."""
+
+    async def end_of(self, mode: Mode, files: Files, channel: socket.socket) -> tuple[CodeStatus | None, str]:
+        """Run files with a channel to the other side; how that ended, and its error."""
+        ...
+
+    def late(self, timeout_s: float) -> tuple[CodeStatus, str]:
+        """How a run ended that did not end in time."""
+        ...
+
+    async def stop(self) -> None:
+        """End what runs."""
+        ...
+
+
 async def judged(
-    solution: Worker | SandboxWorker, judge: Worker, code: str, test: str, timeout_s: float, limits: SandboxLimits
+    solution: Runner, judge: Worker, code: str, test: str, timeout_s: float, limits: SandboxLimits
 ) -> CodeResult:
     """Run the code in one process and the test in another, with a pipe of values between them."""
     start = time.perf_counter()
@@ -236,7 +252,7 @@ async def judged(
         return replace(verdict, output=said.output, num_output_bytes=said.num_output_bytes)
 
 
-async def _end(run: asyncio.Future[tuple[CodeStatus | None, str]], worker: Worker | SandboxWorker) -> None:
+async def _end(run: asyncio.Future[tuple[CodeStatus | None, str]], worker: Runner) -> None:
     """End a run that has ended by itself, or is killed a moment later."""
     await asyncio.wait([run], timeout=_GRACE_S)
     if not run.done():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from rl_rollout.backends.embedded.model.model_runner import device_memory
 from rl_rollout.backends.embedded.model.sampler import stream_seed
 from rl_rollout.backends.embedded.output_processor import new_chunks
 from rl_rollout.backends.embedded.scheduling.block_manager import BlockPool
-from rl_rollout.backends.embedded.scheduling.history import MOST_CONTEXT, DraftHistory
+from rl_rollout.backends.embedded.scheduling.history import DraftHistory
 from rl_rollout.backends.embedded.scheduling.scheduler import Scheduler
 from rl_rollout.backends.embedded.scheduling.sequence import SequenceState, SpecialSequences, finish_reason
 from rl_rollout.backends.embedded.step_runner import StepRunner
@@ -99,7 +100,7 @@ class Engine:
             self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=chunk_tokens
         )
         self._special = SpecialSequences()
-        self._history = DraftHistory() if "num_speculative_tokens" in config.options else None
+        self._history = DraftHistory(config.options.get("num_speculative_tokens", 0))
         self.steps = StepRunner(model, self.cache, self.table, self.scheduler, self._special)
         if model.device.type == "cuda" and not model.experts.num_routers:
             self.steps.graphs = self.decode_graphs()
@@ -190,8 +191,7 @@ class Engine:
             )
             self._by_id[request.request_id] = sequence
             sequence.since = self.clock.seconds
-            if self._history is not None:
-                sequence.expected = self._history.expected_length(sequence.draft_key)
+            sequence.expected = self._history.expected_length(sequence.draft_key)
             (self._held if self.is_paused else self.scheduler.waiting)[sequence] = None
 
     @torch.inference_mode()
@@ -352,7 +352,7 @@ class Engine:
         plan = self.scheduler.plan(
             lambda sequence: self.table.tokens_of(sequence.row),
             1 if is_each_told else most_steps,
-            self._draft if self._history is not None and self._special.take_drafts else None,
+            partial(self._history.of, self.table) if self._history.most and self._special.take_drafts else None,
         )
         for sequence, drafted in plan.drafts.items():
             self.table.write_draft(sequence.row, drafted)
@@ -366,17 +366,6 @@ class Engine:
             self.steps.num_passes += int((self.table.lengths_host[plan.rows] - first).max())
         if drawn is not None:
             self._settle(*drawn)
-
-    def _draft(self, sequence: SequenceState) -> list[int]:
-        """Next tokens of a sequence as earlier completions of its prompt had them; the last one it gets is sampled."""
-        assert self._history is not None
-        length, key = int(self.table.lengths_host[sequence.row]), sequence.draft_key
-        most = min(self.config.options["num_speculative_tokens"], sequence.limit - length - 1)
-        if most < 1 or not self._history.expected_length(key):
-            return []
-        first = max(len(key), length - MOST_CONTEXT)
-        newest = self.table.tokens[sequence.row, first:length].tolist()
-        return self._history.draft(key, newest, most, is_whole=first == len(key))
 
     def _admit(self) -> None:
         first = len(self.scheduler.running)
@@ -425,7 +414,7 @@ class Engine:
                 self._end(sequence, sequence.poisoned(self.weight_version))
             else:
                 self._end(sequence, sequence.output(ids, logprobs, versions, length, reason))
-                if self._history is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                if self._history.most and reason in (FinishReason.STOP, FinishReason.LENGTH):
                     self._history.add(sequence.draft_key, ids[len(sequence.draft_key) : length])
             known = ids[: int(self.table.computed[row])]
             if reason is not None:

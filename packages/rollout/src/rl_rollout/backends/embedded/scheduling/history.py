@@ -13,6 +13,9 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rl_rollout.backends.embedded.batch_state import BatchState
+    from rl_rollout.backends.embedded.scheduling.sequence import SequenceState
+
     Prompt = tuple[int, ...]
 
 MOST_COMPLETIONS = 64
@@ -26,9 +29,14 @@ _START = -1
 
 
 class DraftHistory:
-    """Draft history of one server, bounded in tokens."""
+    """Draft history of one server, bounded in tokens.
 
-    def __init__(self) -> None:
+    Args:
+        most: Most tokens of a draft; with 0 nothing is remembered.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
         self._completions: OrderedDict[Prompt, deque[tuple[int, ...]]] = OrderedDict()
         self._joined: dict[Prompt, np.ndarray] = {}
         """By prompt, all its completions in one array, each after a `_START`; made when it is first read."""
@@ -51,6 +59,16 @@ class DraftHistory:
     def expected_length(self, prompt: Prompt) -> int:
         """Tokens of the longest completion remembered of a prompt; 0 if there is none."""
         return max((len(each) for each in self._completions.get(prompt, ())), default=0)
+
+    def of(self, table: BatchState, sequence: SequenceState) -> list[int]:
+        """Next tokens of a sequence as earlier completions of its prompt had them; its last token is never drafted."""
+        length, key = table.length_of(sequence.row), sequence.draft_key
+        most = min(self.most, sequence.limit - length - 1)
+        if most < 1 or key not in self._completions:
+            return []
+        first = max(len(key), length - MOST_CONTEXT)
+        newest = table.tokens[sequence.row, first:length].tolist()
+        return self.draft(key, newest, most, is_whole=first == len(key))
 
     def draft(self, prompt: Prompt, newest: Sequence[int], most: int, *, is_whole: bool) -> list[int]:
         """Most frequent continuation, up to `most` tokens, of the places that match the newest tokens longest.
