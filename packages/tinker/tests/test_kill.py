@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 import tinker
 from packages.tinker.tests.support import KEY
 from tinker import types
+
+from rl_bench.waiting import until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -70,10 +71,7 @@ class Supervisor:
         return False
 
     def wait(self):
-        deadline = time.monotonic() + 120
-        while not self.is_ready():
-            assert time.monotonic() < deadline, Path(self.log.name).read_text()[-3000:]
-            time.sleep(0.1)
+        until(self.is_ready, f"the server is ready; see {self.log.name}")
 
     def pid_of(self, kind):
         assert self.process is not None
