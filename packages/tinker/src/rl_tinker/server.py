@@ -21,7 +21,7 @@ from rl_tinker.http.sampling import SamplingRoutes
 from rl_tinker.http.sessions import SessionRoutes
 from rl_tinker.http.training import TrainingRoutes
 from rl_tinker.ranks.group import ElasticGroup
-from rl_tinker.service.replicas import Replicas
+from rl_tinker.service.replicas import Replicas, check_replicas
 from rl_tinker.service.samplers import Samplers
 from rl_tinker.service.scheduler import Scheduler
 from rl_tinker.service.stop_strings import Stops
@@ -162,3 +162,4 @@ def check_config(config: ServeConfig) -> None:
         raise ConfigError("max_model_len must be 2 or more, timeout_s above 0, and port from 0 to 65535")
     engine = EngineConfig(model_path=model_folder(config.model_path), optimizer=None)
     check_engine(config.backend, engine, config.ranks)
+    check_replicas(config, engine.model_path)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from rl_ckpt.registry import connect
 from rl_rollout.errors import RolloutError
-from rl_rollout.registry import create_receiver, create_router, launch_server
+from rl_rollout.registry import check_options, create_receiver, create_router, launch_server, load_backend
 from rl_rollout.types import ServerConfig, ServerParallel
-from rl_tinker.errors import QuotaError
+from rl_tinker.errors import ConfigError, QuotaError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -26,9 +26,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_ckpt.base import WeightSender
-    from rl_rollout.base import ReceiverSession, ServerGroup
+    from rl_rollout.base import ReceiverSession, RolloutServer, ServerGroup
     from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
     from rl_tinker.types import Checkpoint, ServeConfig
+
+
+def check_replicas(config: ServeConfig, model_folder: str) -> None:
+    """Check that the sampling servers can be configured, before anything starts.
+
+    Raises:
+        ConfigError: the backend is unknown, or takes no adapters while it runs.
+    """
+    try:
+        check_options({"max_adapters": 1}, load_backend(config.server_backend).OPTIONS, config.server_backend)
+        _replica(config, model_folder)
+    except RolloutError as error:
+        raise ConfigError(
+            f"server.backend={config.server_backend}, server.tp={config.server_tp}: {error}. Sampling needs a server "
+            "that adds adapters while it runs, as embedded does."
+        ) from error
+
+
+def _replica(config: ServeConfig, model_folder: str) -> RolloutServer:
+    found = ServerConfig(
+        model_path=model_folder,
+        max_model_len=config.max_model_len,
+        timeout_s=config.timeout_s,
+        dtype=config.dtype,
+        parallel=ServerParallel(tp=config.server_tp),
+        options={"max_adapters": config.max_adapters},
+    )
+    return launch_server(config.server_backend, found)
 
 
 class Replicas:
@@ -58,16 +86,8 @@ class Replicas:
         Raises:
             RolloutError: one cannot be started.
         """
-        config = ServerConfig(
-            model_path=self._model_folder,
-            max_model_len=self._config.max_model_len,
-            timeout_s=self._config.timeout_s,
-            dtype=self._config.dtype,
-            parallel=ServerParallel(tp=self._config.server_tp),
-            options={"max_adapters": self._config.max_adapters},
-        )
-        backend = self._config.server_backend
-        router = create_router([launch_server(backend, config) for _ in range(self._config.server_replicas)])
+        config = self._config
+        router = create_router([_replica(config, self._model_folder) for _ in range(config.server_replicas)])
         await router.start()
         address = f"shm://rl-tinker-{os.getpid()}-{self._generation}"
         self._sender = connect(address, role="send", timeout_s=self._config.timeout_s)
