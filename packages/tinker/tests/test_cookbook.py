@@ -127,5 +127,5 @@ def losses_by_peft(model, adapter, batches, rates, folder):
         total.backward()
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-        losses.append(float(total) / weight)
+        losses.append(total.item() / weight)
     return losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -98,7 +99,15 @@ class ElasticGroup(TrainingGroup):
 
     def _start_launcher(self) -> None:
         config = self._config
-        command = [sys.executable, "-m", "rl_tinker.ranks", str(config.ranks), self._socket, self._model_folder]
+        command = [
+            sys.executable,
+            "-m",
+            "rl_tinker.ranks",
+            str(os.getpid()),
+            str(config.ranks),
+            self._socket,
+            self._model_folder,
+        ]
         command.append(msgspec.json.encode(config).decode())
         self._launcher = create_process(command, name="the training processes", on_line=lambda _: False)
         self._incarnation += 1

@@ -192,9 +192,9 @@ def training_row(model: str, row: Row) -> TrainingRow:
 
 
 def main() -> None:
-    """Connect to the server at `sys.argv[1]` once the model is loaded, and run its commands until it closes."""
-    end_with_parent()
-    path, model_folder, config = sys.argv[1:]
+    """Connect to the server at `sys.argv[2]` once the model is loaded, and run its commands until it closes."""
+    parent, path, model_folder, config = sys.argv[1:]
+    end_with_parent(int(parent))
     rank = Rank(msgspec.json.decode(config, type=ServeConfig), model_folder)
     connection: socket.socket | None = None
     if rank.index == 0:

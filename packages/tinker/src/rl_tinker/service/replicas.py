@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
+from rl_ckpt.errors import CkptError
 from rl_ckpt.registry import connect
 from rl_rollout.errors import RolloutError
 from rl_rollout.registry import check_options, create_receiver, create_router, launch_server, load_backend
@@ -116,7 +117,7 @@ class Replicas:
                 return  # another caller did
             if self._router is not None and len(self._router.servers) == self._config.server_replicas:
                 with suppress(RolloutError):
-                    await self._router.check_health()
+                    await asyncio.gather(*(each.check_health() for each in self._router.servers))
                     return
             await self.stop()
             await self.start()
@@ -175,13 +176,17 @@ class Replicas:
         assert self._receiver is not None, "it is opened with the servers"
         router = self._running()
         self._version += 1
-        sending = self._sender.send_weights(weights.items(), version=self._version, num_peers=len(router.servers))
-        sent, updated = await asyncio.gather(
-            sending, router.update_weights(self._receiver, self._version), return_exceptions=True
+        sending = asyncio.create_task(
+            self._sender.send_weights(weights.items(), version=self._version, num_peers=len(router.servers))
         )
-        for outcome in (updated, sent):
-            if isinstance(outcome, BaseException):
-                raise outcome if isinstance(outcome, RolloutError) else RolloutError(str(outcome)) from outcome
+        try:
+            await router.update_weights(self._receiver, self._version)
+            await sending
+        except CkptError as error:
+            raise RolloutError(str(error)) from error
+        finally:
+            sending.cancel()  # a sender whose receivers have ended would wait for them to its deadline
+            await asyncio.gather(sending, return_exceptions=True)
 
 
 def adapter_tensors(folder: Path) -> dict[str, Tensor]:
