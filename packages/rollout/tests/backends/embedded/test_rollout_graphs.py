@@ -101,6 +101,7 @@ def test_a_replayed_step_gives_the_same_tokens(qwen3_folder):
     # Rows fall from 5 to 1: few graphs, many steps.
     assert captures.num_captured <= 4
     assert captures.num_replayed > 20
+    assert engine.steps.num_passes > captures.num_replayed  # and those of the prompts
     assert engine.cache.num_blocks == engine.scheduler.pool.limit + 1  # no sequence is ever given the last block
     before = captures.num_captured
     engine.set_version(1, has_moved=False)

@@ -10,6 +10,7 @@ from rl_rollout import ConfigError, GenerateRequest, SamplingParams, ServerConfi
 from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.model.model_runner import load_model
 from rl_rollout.backends.embedded.scheduling import history as history_module
+from rl_rollout.backends.embedded.scheduling import scheduler as scheduler_module
 from rl_rollout.backends.embedded.scheduling.history import DraftHistory
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 
@@ -226,6 +227,16 @@ def test_the_longest_expected_completion_enters_first(model):
     assert passes[True, 0] == passes[False, 0]
 
 
+def test_later_arrivals_overtake_a_request_only_so_often(model, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MOST_OVERTAKING", 4)
+    engine = engine_of(model, drafts=True, max_num_seqs=1)
+    engine.submit([(each, 0) for each in group(0, 0, size=1)])
+    finish(engine)
+    asked = [group(1, 1, size=1), *(group(epoch, 0, size=1) for epoch in range(2, 12))]
+    engine.submit([(each, 0) for requests in asked for each in requests])
+    assert [*finish(engine)].index("1-1-0") < 4  # nothing is known of its prompt, and the others are longer
+
+
 def test_drafts_follow_what_most_completions_did():
     history = DraftHistory()
     for each in ((1, 2, 3, 9), (1, 2, 3, 9), (1, 2, 4, 9)):
@@ -251,6 +262,14 @@ def test_the_history_is_bounded_and_the_oldest_prompt_goes(monkeypatch):
     history.add((1,), [1] * 10)
     history.add((2,), [2] * 10)
     assert [history.expected_length((n,)) for n in range(3)] == [0, 10, 10]
+
+
+def test_prompts_count_in_the_bound_of_the_history(monkeypatch):
+    monkeypatch.setattr(history_module, "MOST_TOKENS", 1000)
+    history = DraftHistory()
+    for number in range(20):
+        history.add((number,) * 200, (1,))
+    assert [bool(history.expected_length((n,) * 200)) for n in range(20)] == [False] * 16 + [True] * 4
 
 
 def test_the_option_is_a_number_of_tokens(qwen3_folder):

@@ -124,6 +124,7 @@ class StepRunner:
         counts = np.where(is_last.any(0), is_last.argmax(0) + 1, steps)
         table.computed[rows] += counts
         table.lengths_host[rows] += counts
+        self.num_passes += steps
         newest = counts - 1, np.arange(len(rows))
         return rows, Drawn(ids=ids[newest], logprobs=logprobs[newest])
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_COMPLETIONS = 64
 """Completions remembered per prompt, the newest: several epochs of a group."""
 MOST_TOKENS = 4_000_000
-"""Completion tokens remembered in all, 16 MB; the prompts that ended no request for longest are forgotten first."""
+"""Tokens remembered in all, those of prompts too; the prompts that ended no request for longest are forgotten first."""
 MOST_CONTEXT = 8
 """Newest tokens that are looked for among earlier completions."""
 _START = -1
@@ -44,7 +44,10 @@ class DraftHistory:
 
     def add(self, prompt: Prompt, completion: Sequence[int]) -> None:
         """Remember a completion."""
-        known = self._completions.setdefault(prompt, deque())
+        if prompt not in self._completions:
+            self._completions[prompt] = deque()
+            self._num_tokens += len(prompt)
+        known = self._completions[prompt]
         known.append(tuple(completion))
         self._num_tokens += len(completion)
         if len(known) > MOST_COMPLETIONS:
@@ -53,7 +56,7 @@ class DraftHistory:
         self._completions.move_to_end(prompt)
         while self._num_tokens > MOST_TOKENS and len(self._completions) > 1:
             oldest, dropped = self._completions.popitem(last=False)
-            self._num_tokens -= sum(len(each) for each in dropped)
+            self._num_tokens -= len(oldest) + sum(len(each) for each in dropped)
             self._joined.pop(oldest, None)
 
     def expected_length(self, prompt: Prompt) -> int:

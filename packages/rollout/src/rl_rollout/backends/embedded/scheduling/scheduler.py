@@ -1,10 +1,10 @@
 """Scheduler: plans what each step computes, from numbers on the host. No model, no device.
 
-First come, first served. A step feeds the newest token of every sequence whose other tokens are cached (decode), and,
-within a budget, chunks of sequences that are not cached yet (chunked prefill): a long prompt takes several steps, in
-each of which every decoding sequence gets a token too. Of sequences with equal tokens (a group) only the first is
-computed; the others sample from its logits and share its blocks. When blocks run out, the youngest sequence is
-preempted: it gives its blocks back and is computed again later.
+First come, first served, but of requests in a row those expected to be longest first (`MOST_OVERTAKING`). A step feeds
+the newest token of every sequence whose other tokens are cached (decode), and, within a budget, chunks of sequences
+that are not cached yet (chunked prefill): a long prompt takes several steps, in each of which every decoding sequence
+gets a token too. Of sequences with equal tokens (a group) only the first is computed; the others sample from its logits
+and share its blocks. When blocks run out, the youngest sequence is preempted: it is computed again later.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rl_rollout.backends.embedded.image_prompt import ImagePrompt
     from rl_rollout.backends.embedded.scheduling.block_manager import BlockPool
     from rl_rollout.backends.embedded.scheduling.sequence import SequenceState
+
+
+MOST_OVERTAKING = 4096
+"""Requests in a row among which those expected to be longest are admitted first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +107,15 @@ class Scheduler:
     def admit(self) -> list[SequenceState]:
         """Take waiting sequences into the batch, while there are rows and blocks for their tokens.
 
-        Those whose prompts had the longest completions come first, then the oldest.
+        Those whose prompts had the longest completions come first, then the oldest; of `MOST_OVERTAKING` arrivals only,
+        so that later ones cannot keep a request waiting for ever.
         """
         admitted: list[SequenceState] = []
         # Blocks for running sequences that are not computed yet come first.
         promised = sum(self._num_missing(s, int(self.table.lengths_host[s.row])) for s in self._pending())
         seen: set[Hashable] = set()
-        queue = sorted(self.waiting, key=lambda s: -s.expected) if len(self.running) < self.max_num_seqs else []
+        has_room = len(self.running) < self.max_num_seqs
+        queue = sorted(self.waiting, key=lambda s: (s.arrival // MOST_OVERTAKING, -s.expected)) if has_room else []
         for sequence in queue[: self.max_num_seqs - len(self.running)]:
             key = (sequence.root, sequence.prompt)
             promised += 1 if key in seen else self._num_missing(sequence, len(sequence.prompt))
