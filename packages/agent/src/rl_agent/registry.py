@@ -200,6 +200,8 @@ def create_sandboxes(
     own: dict[str, Any] = {"needs": needs, "venv": None if venv is None else Path(venv).resolve()}
     given |= {key: value for key, value in own.items() if value}
     bounds = {key: given.pop(key) for key in asdict(limits) if key in given}
+    if (most := bounds.get("folder_bytes")) is not None and (not isinstance(most, int) or most < 1):
+        raise SandboxError(f"sandbox {name} has folder_bytes={most!r}; a whole number is needed, at least 1")
     known = {p for each in kind.__mro__ for p in inspect.signature(each.__init__).parameters} - _ALL_HAVE
     if unknown := sorted(set(given) - known):
         raise SandboxError(

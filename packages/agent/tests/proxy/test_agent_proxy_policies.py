@@ -100,3 +100,9 @@ def test_the_last_trajectory_of_each_policy_has_the_credit():
     chosen = credited(outputs, 2.0, "last")
     assert [(output.policy, output.reward) for output in chosen] == [("planner", 2.0), ("coder", 2.0)]
     assert chosen[0].metrics["num_left_out"] == 1
+
+
+def test_no_policy_has_the_name_of_requests_without_one():
+    proxy = RecordingProxy(FakeGenerator(lambda _: [1]), TOKENIZER)
+    with pytest.raises(ValueError, match="a policy cannot be called 'policy'"):
+        proxy.add_policy("policy", FakeGenerator(lambda _: [1]), TOKENIZER)

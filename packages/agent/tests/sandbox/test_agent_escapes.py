@@ -301,6 +301,7 @@ def test_folders_of_the_system_are_not_covered(path):
             {"kind": "podman", "size": 3},
             "sandbox podman has no 'size'; it has: file_bytes, folder_bytes, image, memory_bytes, network",
         ),
+        ({"kind": "process", "folder_bytes": 0}, "has folder_bytes=0; a whole number is needed, at least 1"),
         ({"kind": "http"}, "needs the URL of its server"),
         ({"kind": "http", "url": "http://10.1.2.3:80"}, "which has to reach the proxy: give proxy_host"),
     ],

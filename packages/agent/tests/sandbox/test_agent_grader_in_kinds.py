@@ -66,6 +66,18 @@ def test_what_hangs_and_what_floods_is_ended(graded):
 
 
 @pytest.mark.promise("Rewards and the tool python run code in a sandbox of every kind")
+def test_a_run_without_its_connection_ends_in_time(graded):
+    """Code that closes every file and runs on has its own deadline, and not that of a start."""
+    code = "import os, threading\nos.closerange(3, 64)\nthreading.Event().wait()"
+
+    async def use(grader):
+        return await grader.run(code, timeout_s=2)
+
+    result = graded(use)
+    assert result.kind in ("died", "timeout")
+    assert result.wall_s < 30
+
+
 def test_tests_decide_and_are_not_seen(graded):
     """The test runs here; the solution's process has its own code alone."""
     test = "from solution import twice\nassert twice(4) == 8 and twice('ab') == 'abab'"

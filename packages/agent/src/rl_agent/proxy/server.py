@@ -116,7 +116,10 @@ class RecordingProxy:
 
         Raises:
             TemplateError: its chat template cannot continue a conversation.
+            ValueError: the name is that of requests that name no model.
         """
+        if name == DEFAULT_MODEL:
+            raise ValueError(f"a policy cannot be called {name!r}, as requests that name no model; choose another name")
         self._recorders[name] = Recorder(server, tokenizer, *self._rest, policy=name)
 
     async def start(self) -> str:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<I")
 """Length of a frame, before it; as in `process/elsewhere.py`, which only a sandbox imports."""
 _START_S = 120.0
+_END_S = 1.0
+"""Least time that a program has to end after its connection, seconds."""
 _SESSION_S = 3600.0
 """Longest life of a program in a sandbox, seconds."""
 _CALL = "import sys; sys.path.insert(0, {folder!r}); import elsewhere; elsewhere.main(*{arguments!r})"
@@ -196,7 +198,8 @@ class SandboxWorker:
                 kind, error = self.late(timeout_s)
                 await self.kill()
             except (asyncio.IncompleteReadError, ConnectionError, ValueError):
-                kind, error = await self._why(files)
+                rest_s = start + timeout_s - time.perf_counter()
+                kind, error = await self._why(files, max(rest_s, _END_S))
             return files.result(kind, error, limits.output_bytes, time.perf_counter() - start)
 
     async def end_of(self, mode: Mode, files: Files, channel: socket.socket) -> tuple[CodeStatus | None, str]:
@@ -210,7 +213,7 @@ class SandboxWorker:
             await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
             far.close()
             self._writer.close()
-            return await self._why(files)
+            return await self._why(files, _START_S)
         finally:
             for each in passing:
                 each.cancel()
@@ -220,10 +223,13 @@ class SandboxWorker:
         """Reason for which a run did not end by itself."""
         return "timeout", f"no end within {timeout_s:g} s"
 
-    async def _why(self, files: Files) -> tuple[CodeStatus | None, str]:
-        """Why the program was ended, None where it ended by itself; what it printed is added to the output."""
+    async def _why(self, files: Files, within_s: float) -> tuple[CodeStatus | None, str]:
+        """Why the program was ended, None where it ended by itself; what it printed is added to the output.
+
+        One that runs on without its connection is ended after `within_s` seconds.
+        """
         assert self._running is not None, "it was started"
-        await asyncio.wait([self._running], timeout=_START_S)
+        await asyncio.wait([self._running], timeout=within_s)
         ended = self._running.result() if self._running.done() else None
         await self.kill()
         if ended is None:
