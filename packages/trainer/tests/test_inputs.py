@@ -114,6 +114,17 @@ def test_a_changed_input_is_named_and_refused(files, change, name):
     assert check_inputs(config, load_datasets(config.data, seed=config.seed), is_forced=True) == [name]
 
 
+def test_plug_ins_of_one_file_name_are_all_compared(files):
+    for folder in ("a", "z"):
+        (files / folder).mkdir()
+        (files / folder / "rules.py").write_text("def score(text, row):\n    return 1.0\n")
+    names = {each: f"{files / each / 'rules.py'}:score" for each in "az"}
+    config = checkpoint(files, f"reward.path={names['a']}", f"algorithm.stages=[{names['z']}]")
+    (files / "a" / "rules.py").write_text("def score(text, row):\n    return 0.0\n")
+    with pytest.raises(InputError, match=r"^code of rules\.py: no longer as when "):
+        check_inputs(config, load_datasets(config.data, seed=config.seed))
+
+
 def test_unchanged_inputs_pass_wherever_they_are(files):
     config = checkpoint(files)
     moved = files / "moved"

@@ -379,6 +379,11 @@ def check_resume(config: Config, num_rows: int, *, is_known_whole: bool = False)
         more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
         raise InputError(f"{lines[0]}{more}; give an earlier checkpoint, or let --resume find one")
     state = RunState.read(folder)
+    if state.policies.keys() != config.policies.keys():
+        had, has = (", ".join(sorted(each.policies)) or "none by name" for each in (state, config))
+        raise InputError(
+            f"resume_from={config.resume_from} has the policies: {had}; this run has: {has}; give policies those names"
+        )
     if state.step >= config.steps:
         raise InputError(
             f"resume_from={config.resume_from} is at step {state.step} already, and steps={config.steps}; raise steps"

@@ -51,8 +51,9 @@ def digest_inputs(config: Config, datasets: Datasets) -> dict[str, str]:
             f"tokenizer{of}": _files(folder, _TOKENIZER, _without_template),
             f"chat template{of}": _files(folder, (*_TEMPLATE, "tokenizer_config.json"), _template),
         }
-    for file in sorted(set(_plug_ins(as_tree(config)))):
-        found[f"code of {file.name}"] = _hex([file.read_bytes()])
+    files = sorted(set(_plug_ins(as_tree(config))))
+    for name in dict.fromkeys(file.name for file in files):
+        found[f"code of {name}"] = _hex(file.read_bytes() for file in files if file.name == name)
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 from packages.trainer.tests.support.stand_ins import FakeJob
 from rich.console import Console
 
+from rl_engine import write_manifest
 from rl_rollout.testing import write_tiny_model
 from rl_tq.types import BatchMeta
 from rl_trainer import checkpoints, cli
@@ -330,6 +331,7 @@ def test_pools_of_all_policies_add_up():
         (ConfigError, ["policies.b.engine.world_size=none"], "policies.b.engine.world_size: "),
         (PlanError, ["policies={'a/b': {}}"], "policies.a/b: a policy has a name of letters"),
         (PlanError, ["policies.reward.engine.world_size=1"], "policies.reward: a policy has a name of letters"),
+        (PlanError, ["policies.policy.engine.world_size=1"], "policies.policy: a policy has a name of letters"),
         (PlanError, ["policies.b.algorithm.kl_in_reward=true"], "policies.b: algorithm.kl_in_reward=True does noth"),
         (PlanError, ["policies.b.rollout.temperature=0.5"], "policies.b.rollout.temperature=0.5 differs from 1.0"),
         (PlanError, ["policies.b.algorithm.advantage=remax"], "policies.b.algorithm.advantage=remax compares with"),
@@ -356,6 +358,17 @@ def test_what_cannot_work_is_found_at_the_plan(model, plug_in, tmp_path, error, 
                 "quickstart", settings(model, tmp_path / "o", *options, seats, "policies={a: {}, b: {}}", *more)
             )
         )
+
+
+@pytest.mark.parametrize("recipe", ["two_policies", "self_play"])
+def test_a_checkpoint_of_other_policies_is_not_resumed(recipe, tmp_path):
+    folders = ["policies/left/engine", "policies/right/engine"]
+    for each in folders:
+        (tmp_path / each).mkdir(parents=True)
+    state = {"step": 2, "num_rows": 9, "seed": 0, "engines": folders, "policies": {"left": {}, "right": {}}}
+    write_manifest(tmp_path / "trainer_state.json", state, {})
+    with pytest.raises(InputError, match="has the policies: left, right; this run has: .*; give policies those names"):
+        checkpoints.check_resume(load_config(recipe, [f"resume_from={tmp_path}"]), 9, is_known_whole=True)
 
 
 def test_a_run_of_several_policies_has_no_single_model():

@@ -830,8 +830,8 @@ class WeightsSection:
     there as differences from a whole one, and servers that are far away take those that they lack."""
 
 
-_METRICS = ("agent", "reward", "phase_s", "failures")
-"""Names that replicas and metrics of every run have."""
+_TAKEN = ("agent", "reward", "phase_s", "failures", "policy")
+"""Names that replicas and metrics of every run have, and the model of requests that name none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -913,10 +913,10 @@ class Config:
     sample on the node that made it."""
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.policies if not re.fullmatch(r"[\w-]+", name) or name in _METRICS]:
+        if wrong := [name for name in self.policies if not re.fullmatch(r"[\w-]+", name) or name in _TAKEN]:
             raise PlanError(
                 f"policies.{wrong[0]}: a policy has a name of letters, digits, - and _, and not one of "
-                f"{', '.join(_METRICS)}; choose another"
+                f"{', '.join(_TAKEN)}; choose another"
             )
         if self.runtime == "auto":
             object.__setattr__(self, "runtime", "inline" if self._fits_one_process() else "ray")
