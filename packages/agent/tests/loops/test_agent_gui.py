@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rl_agent import AgentRunner, Failure, RowError, create_loop, validate_output
+from rl_agent.errors import FailureError
 from rl_agent.testing import FakeGenerator, FakeTokenizer
 
 pytest.importorskip("playwright", reason="uv sync --group frameworks")
@@ -174,3 +175,31 @@ def test_previews_share_a_tab_and_see_nothing_of_one_another(monkeypatch):
     assert "page: B\nundefined\n" in prompts[1]
     assert prompts[2] == prompts[3]
     assert '[3] button "Buy"' in prompts[2]
+
+
+def test_a_page_of_text_has_no_tab_of_a_preview_that_failed(monkeypatch):
+    """The tab of a URL may reach its origin."""
+    from rl_agent.loops.gui import Browser
+
+    opened, real = [], Browser.open
+
+    async def counted(self, session_id, url, html):
+        opened.append(url)
+        return await real(self, session_id, url, html)
+
+    monkeypatch.setattr(Browser, "open", counted)
+    elsewhere = {**ROW, "url": "http://127.0.0.1:9/"}
+    del elsewhere["html"]
+
+    async def main():
+        loop = create_loop("gui", FakeGenerator(lambda _: [1]), TOKENIZER)
+        try:
+            async with asyncio.timeout(120):
+                with pytest.raises(FailureError):
+                    await loop.prompt(elsewhere)
+                await loop.prompt(ROW)
+        finally:
+            await loop.close()
+
+    asyncio.run(main())
+    assert opened == ["http://127.0.0.1:9/", None]

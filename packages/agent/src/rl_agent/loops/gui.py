@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -228,20 +229,22 @@ class Browser:
         Raises:
             FailureError: the browser cannot be started, or the page does not load.
         """
-        async with self._previewing:
+        async with self._previewing, AsyncExitStack() as leaving:
+            leaving.push_async_callback(self.leave, "preview")
             tab = self._tabs.get("preview")
             if tab is None or tab.page.is_closed() or url is not None:
                 await self.leave("preview")
                 shown = await self.open("preview", url, html)
-                if url is not None:
-                    await self.leave("preview")
-                return shown
-            try:
-                await tab.page.goto("about:blank")
-                await tab.page.set_content(html or "")
-                return await self._look(tab)
-            except Error as error:
-                raise _failure("open", error) from error
+            else:
+                try:
+                    await tab.page.goto("about:blank")
+                    await tab.page.set_content(html or "")
+                    shown = await self._look(tab)
+                except Error as error:
+                    raise _failure("open", error) from error
+            if url is None:
+                leaving.pop_all()  # the tab is for the next page of text too
+            return shown
 
     async def act(self, session_id: str, action: Callable[[Page], Awaitable[None]]) -> ToolResult:
         """Perform an action; returns what the page shows then.
