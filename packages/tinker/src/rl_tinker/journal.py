@@ -150,8 +150,8 @@ class Journal:
         rows = self._read("SELECT result FROM operations WHERE id = ?", (operation_id,))
         return rows[0][0] if rows else b""
 
-    def curve(self, model: str) -> list[tuple[int, float, float, int]]:
-        """Points of a model's loss curve: step, time, sum of the loss, tokens."""
+    def curve(self, model: str) -> list[tuple[int, float, float | None, int]]:
+        """Points of a model's loss curve: step, time, sum of the loss (None: not a number), tokens."""
         return self._read("SELECT step, time, loss, tokens FROM curves WHERE model = ? ORDER BY step", (model,))
 
     def _read(self, statement: str, values: tuple[Any, ...]) -> list[Any]:

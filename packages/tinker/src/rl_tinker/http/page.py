@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from rl_tinker.journal import Journal
     from rl_tinker.service.samplers import Samplers
     from rl_tinker.service.scheduler import Scheduler
     from rl_tinker.service.store import Store
@@ -68,12 +70,7 @@ class PageRoutes:
         return web.json_response(numbers)
 
     def _run(self, model: Model) -> dict[str, Any]:
-        by_step: dict[int, list[float]] = {}
-        for step, _, loss, tokens in self._store.journal.curve(model.id):
-            total = by_step.setdefault(step, [0.0, 0.0])
-            total[0] += loss
-            total[1] += tokens
-        points = [(step, loss / max(tokens, 1)) for step, (loss, tokens) in by_step.items()]
+        points = curve_of(self._store.journal, model.id)
         return {
             "id": model.id,
             "tenant": model.tenant,
@@ -84,3 +81,13 @@ class PageRoutes:
             "curve": points[:: max(1, len(points) // MAX_POINTS)],
             "checkpoints": sum(each.model == model.id for each in self._store.checkpoints.values()),
         }
+
+
+def curve_of(journal: Journal, model: str) -> list[tuple[int, float]]:
+    """Loss per token of each step of a model; steps whose loss is not finite are gaps, since JSON has no NaN."""
+    by_step: dict[int, list[float]] = {}
+    for step, _, loss, tokens in journal.curve(model):
+        total = by_step.setdefault(step, [0.0, 0.0])
+        total[0] += math.nan if loss is None else loss  # SQLite stores a NaN as NULL
+        total[1] += tokens
+    return [(step, loss / max(tokens, 1)) for step, (loss, tokens) in by_step.items() if math.isfinite(loss)]

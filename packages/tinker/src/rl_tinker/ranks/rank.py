@@ -86,7 +86,10 @@ class Rank:
     def _create(self, command: Command) -> Answer:
         assert command.adapter is not None, "the server has checked it"
         lora = LoraConfig(rank=command.adapter.rank, alpha=ALPHA, target_modules=self._modules.of(command.adapter))
-        self._worker.add_adapter(model_key(command.model), lora, command.adapter.seed)
+        key = model_key(command.model)
+        if key in self._worker.adapters:  # left by a command whose outcome was not committed
+            self._worker.remove_adapter(key)
+        self._worker.add_adapter(key, lora, command.adapter.seed)
         return self._save(command) if command.verb == Verb.CREATE else Answer()
 
     def _restore(self, command: Command) -> Answer:

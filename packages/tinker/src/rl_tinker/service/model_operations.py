@@ -66,10 +66,10 @@ class ModelOperations:
 
     async def passes(self, batch: Sequence[Operation]) -> list[dict[str, Any]]:
         """Run forward (and backward) passes of several models together; returns an outcome for each."""
-        await self._bring([self._store.models[each.model] for each in batch])
         requests = [(each.model, each.body) for each in batch]
         command = Command(verb=Verb.FORWARD, requests=requests, backward=batch[0].kind == Kind.FORWARD_BACKWARD)
         try:
+            await self._bring([self._store.models[each.model] for each in batch])
             answer = await self._group.call(command)
         except CommandError as error:
             if len(batch) == 1:
@@ -93,6 +93,8 @@ class ModelOperations:
         """Run an operation that is no pass; returns its outcome."""
         model = self._store.models[operation.model]
         try:
+            if operation.kind not in (Kind.CREATE, Kind.LOAD):
+                _check_usable(model)
             match operation.kind:
                 case Kind.CREATE:
                     return await self._create(model)
@@ -153,7 +155,9 @@ class ModelOperations:
         state = self._store.new_state()
         try:
             answer = await self._call(Verb.OPTIM_STEP, model, state, request.adam_params)
-        except CommandError as error:  # a gradient that is not finite: it is dropped, and the state is unchanged
+        except CommandError as error:  # no finite gradient, or no room on disk; memory may be ahead of the state
+            await self._group.call(Command(verb=Verb.DROP, model=model.id))
+            self.forget(model.id)
             return failure(str(error), is_user=True) | {"drops_gradient": True}
         return success(metrics=answer.metrics) | {"state": state, "steps": 1, "drops_gradient": True}
 
@@ -206,8 +210,8 @@ class ModelOperations:
 
     async def _bring(self, models: Sequence[Model]) -> None:
         """Restore those models that the processes do not hold."""
-        if any(each.is_unloaded for each in models):
-            raise CommandError("the session of the model has ended")
+        for model in models:
+            _check_usable(model)
         await self._make_room(models)
         for model in models:
             if model.id not in self._resident:
@@ -230,6 +234,13 @@ class ModelOperations:
             if model_id not in wanted and (excess > 0 or known is None or known.is_unloaded):
                 await self._group.call(Command(verb=Verb.DROP, model=model_id))
                 self.forget(model_id)
+
+
+def _check_usable(model: Model) -> None:
+    if model.is_unloaded:
+        raise CommandError("the session of the model has ended")
+    if not model.state:
+        raise CommandError(f"{model.id} has no weights, since its creation failed; create another model")
 
 
 def _shape(owner: Model | Checkpoint) -> str:

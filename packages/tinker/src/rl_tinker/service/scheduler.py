@@ -62,6 +62,8 @@ class Scheduler:
         """Tokens that each tenant has been served, or would have been since it came back."""
         self._ended_sessions: list[str] = []
         self._checks_gaps = False
+        self._failures = 0
+        """Losses of the training processes in a row."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.tokens_served = 0
@@ -139,6 +141,7 @@ class Scheduler:
             for model in [each for each in self._store.models.values() if each.session == session_id]:
                 unloaded = msgspec.structs.replace(model, is_unloaded=True)
                 await self._store.journal.write(db.put(unloaded), db.forget_bodies(model.id, 2**62))
+                self._store.forget_gradient(model)
                 self._store.apply([unloaded])
                 await self._fail_waiting(model.id, "the session has ended")
         if self._checks_gaps:
@@ -177,35 +180,45 @@ class Scheduler:
         return batch
 
     async def _run(self) -> None:
-        failures = 0
-        batch: list[Operation] = []
         while True:
             try:
-                batch = []
-                await self._do_chores()
-                batch = self.next_batch()
-                if not batch:
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                starting, batch = batch, []  # processes that end while they start are not the fault of an operation
-                await self._group.start()
-                batch = starting
-                await self._run_batch(batch)
-                failures = 0
-            except RanksLostError as error:
-                _log.warning("training processes lost: %s", error)
-                await self._give_up(batch, error)
-                await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
-                failures += 1
+                await self._turn()
             except JournalError:  # nothing was acknowledged: what ran is run again from the durable state
                 _log.exception("the journal cannot be written")
                 self._work.forget_all()
                 await asyncio.sleep(RETRY_S[-2])
             except Exception:  # noqa: BLE001 - logged, and the server goes on
-                _log.exception("an error of this program; the operation fails")
-                for operation in batch:
-                    self._work.forget(operation.model)
+                _log.exception("an error of this program")
+                await asyncio.sleep(RETRY_S[-2])
+
+    async def _turn(self) -> None:
+        """Run the next batch, or wait for one."""
+        batch: list[Operation] = []
+        try:
+            await self._do_chores()
+            waiting = self.next_batch()
+            if not waiting:
+                self._wake.clear()
+                await self._wake.wait()
+                return
+            await self._group.start()  # processes that end while they start are not the fault of an operation
+            batch = waiting
+            await self._run_batch(batch)
+            self._failures = 0
+        except RanksLostError as error:
+            _log.warning("training processes lost: %s", error)
+            await self._give_up(batch, error)
+            await asyncio.sleep(RETRY_S[min(self._failures, len(RETRY_S) - 1)])
+            self._failures += 1
+        except JournalError:
+            raise
+        except Exception:
+            if not batch:
+                raise
+            _log.exception("an error of this program; the operation fails")
+            for operation in batch:
+                self._work.forget(operation.model)
+                if self._store.operations[operation.id].status == Status.PENDING:
                     outcome = failure("an error of the server; its log has it", is_user=False)
                     await self._finish(operation, self._store.models[operation.model], outcome)
 
@@ -223,7 +236,8 @@ class Scheduler:
 
     async def _give_up(self, batch: Sequence[Operation], error: RanksLostError) -> None:
         for operation in batch:
-            operation.attempts += 1
+            if operation.attempts != _CANCELLED:
+                operation.attempts += 1
             if operation.attempts >= MAX_ATTEMPTS and len(batch) == 1:
                 outcome = failure(f"the training processes were lost {MAX_ATTEMPTS} times: {error}", is_user=False)
                 await self._finish(operation, self._store.models[operation.model], outcome)
@@ -245,13 +259,14 @@ class Scheduler:
         await self._store.journal.write(*statements)
         # Nothing is visible before it is on disk.
         if outcome.get("drops_gradient"):
-            for each in self._store.gradient_of(model):
-                each.body = b""
+            self._store.forget_gradient(model)
+        replaced = [old for each in records if (old := self._store.replaced_by(each)) is not None]
         self._store.apply(records)
         self._store.end(ended)
         self._queues[model.id].pop(operation.seq, None)
         if changed.state != model.state:
             await self._store.remove_state(model.state)
+        await self._store.remove_folders(replaced)
 
 
 def _ended(operation: Operation, outcome: dict[str, Any]) -> Operation:

@@ -124,7 +124,16 @@ class Store:
         await self.journal.write(*(db.delete(each) for each in found))
         for each in found:
             self.checkpoints.pop(each.path, None)
+        await self.remove_folders(found)
+
+    async def remove_folders(self, found: Iterable[Checkpoint]) -> None:
+        """Remove the folders of checkpoints that no record names any more."""
+        for each in found:
             await asyncio.to_thread(shutil.rmtree, self.checkpoint_folder(each), True)
+
+    def replaced_by(self, record: db.Record) -> Checkpoint | None:
+        """Checkpoint whose path a new one takes."""
+        return self.checkpoints.get(record.path) if isinstance(record, Checkpoint) else None
 
     # Records of a tenant
 
@@ -186,6 +195,11 @@ class Store:
             and each.body
         ]
         return sorted(found, key=lambda each: each.seq)
+
+    def forget_gradient(self, model: Model) -> None:
+        """Drop the requests of a gradient that is not needed again."""
+        for each in self.gradient_of(model):
+            each.body = b""
 
     # Futures
 
