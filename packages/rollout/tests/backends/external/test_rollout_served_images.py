@@ -150,7 +150,7 @@ class ServesImages:
             (replace(good, images=()), "the prompt has places for images .token 53. and the request none"),
             (replace(good, images=tuple(images)), "2 images and 1 places for them"),
             (replace(good, images=("data:image/png;base64,AAAA",)), "image 0 cannot be read"),
-            (replace(good, prompt_token_ids=(5,) * 248 + good.prompt_token_ids), "tokens and the server holds"),
+            (replace(good, prompt_token_ids=(5,) * 248 + good.prompt_token_ids), "maximum context length is"),
             (replace(good, returns_prompt_logprobs=True), "returns_prompt_logprobs"),
         ):
             with pytest.raises(RequestError, match=told):
