@@ -76,8 +76,8 @@ def test_a_model_without_weights_fails_alone(tmp_path):
 class FullDisk(FakeGroup):
     """Processes that step a model, and cannot write it."""
 
-    def _run(self, command, model):
-        answer = super()._run(command, model)
+    async def call(self, command):
+        answer = await super().call(command)
         if command.verb == Verb.OPTIM_STEP and len(self.calls) < 4:
             raise CommandError("no space left on device")
         return answer
