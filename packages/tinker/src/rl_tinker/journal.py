@@ -160,12 +160,19 @@ class Journal:
 
     def _run(self) -> None:
         while jobs := self._waiting():
-            if not self.commit([each for statements, _ in jobs for each in statements]):
+            if not self._committed([each for statements, _ in jobs for each in statements]):
                 _settle([future for _, future in jobs], None)
             else:  # one of them is at fault: each in a transaction of its own
                 for statements, future in jobs:
-                    error = self.commit(statements)
+                    error = self._committed(statements)
                     _settle([future], error and JournalError(f"{self.path} cannot be written: {error}"))
+
+    def _committed(self, statements: Sequence[Statement]) -> Exception | None:
+        """Commit; returns any error, so that the thread goes on and nobody waits for ever."""
+        try:
+            return self.commit(statements)
+        except Exception as error:  # noqa: BLE001 - raised by `write`
+            return error
 
     def _waiting(self) -> list[tuple[Sequence[Statement], asyncio.Future[Any]]]:
         """Writes that wait, at least one; none once the journal is closed."""

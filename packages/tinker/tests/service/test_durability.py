@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 
+from rl_tinker.errors import JournalError
 from rl_tinker.service.scheduler import Scheduler
 from rl_tinker.service.store import Store
 from rl_tinker.testing import FakeGroup
@@ -115,7 +116,8 @@ def test_the_server_may_end_before_and_after_every_commit(tmp_path, monkeypatch)
 
     def image():
         target = tmp_path / f"image-{len(images)}"
-        shutil.copytree(tmp_path / "first", target)
+        with contextlib.suppress(shutil.Error):  # folders that the journal does not name may go while they are copied
+            shutil.copytree(tmp_path / "first", target)
         images.append(target)
 
     async def run():
@@ -212,5 +214,21 @@ def test_operations_wait_for_the_ones_before_them(tmp_path):
                 await scheduler.submit(operation(seq, kind, content))
             assert await store.wait_for(store.operations[f"{MODEL}:2"], 10.0)
             assert [name for name, _ in group.calls] == ["create", "backward", "backward"]
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_the_journal_ends_the_wait_of_its_writer(tmp_path, monkeypatch):
+    async def run():
+        async with scheduled(tmp_path / "s", FakeGroup()) as (store, _):
+
+            def fail(statements):
+                raise RuntimeError("no room")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(store.journal, "commit", fail)
+                with pytest.raises(JournalError, match="cannot be written: no room"):
+                    await asyncio.wait_for(store.journal.write(("DELETE FROM curves", ())), 10.0)
+            await asyncio.wait_for(store.journal.write(("DELETE FROM curves", ())), 10.0)
 
     asyncio.run(run())
