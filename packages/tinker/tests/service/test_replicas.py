@@ -22,13 +22,13 @@ class LostRouter:
         pass
 
     async def update_weights(self, receive, version):
-        await asyncio.sleep(0)  # the sender begins
+        await PatientSender.has_begun.wait()
         raise ServerLostError("it was killed")
 
 
 class PatientSender:
     address = "shm://test"
-    was_cancelled = False
+    was_cancelled, has_begun = False, asyncio.Event()
 
     async def prepare(self):
         pass
@@ -37,6 +37,7 @@ class PatientSender:
         pass
 
     async def send_weights(self, weights, *, version, num_peers):
+        PatientSender.has_begun.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
