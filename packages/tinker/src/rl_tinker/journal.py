@@ -168,7 +168,7 @@ class Journal:
                     _settle([future], error and JournalError(f"{self.path} cannot be written: {error}"))
 
     def _committed(self, statements: Sequence[Statement]) -> Exception | None:
-        """Commit; returns any error, so that the thread goes on and nobody waits for ever."""
+        """Commit; returns any error, so that the thread goes on and answers every writer."""
         try:
             return self.commit(statements)
         except Exception as error:  # noqa: BLE001 - raised by `write`
