@@ -208,7 +208,11 @@ def test_rows_with_images_need_a_model_that_takes_them(tmp_path):
     ("sizes", "targets", "layer"),
     [
         ({"tie_word_embeddings": False}, ["lm_head", "q_proj"], "lm_head, which servers do not adapt"),
-        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, ["experts"], "Qwen3MoeExperts"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            ["experts"],
+            "mlp.experts, which servers do not",
+        ),
     ],
 )
 def test_an_adapter_that_servers_cannot_have_is_found_early(tmp_path, sizes, targets, layer):
