@@ -175,14 +175,14 @@ class StepRunner:
         ids, logprobs = sampling.draw(
             logits, temperature=temperature, streams=table.streams[rows], positions=positions, is_greedy=is_greedy
         )
-        told, drafted = (np.full((len(drawn), width), filler, dtype=np.int64) for filler in (-1, -2))
-        told[index, place] = ids.cpu().numpy()
+        sampled, drafted = (np.full((len(drawn), width), filler, dtype=np.int64) for filler in (-1, -2))
+        sampled[index, place] = ids.cpu().numpy()
         for its, tokens in zip(drafted, drafts, strict=True):
             its[: len(tokens)] = tokens
         scores = np.zeros((len(drawn), width), dtype=np.float32)
         scores[index, place] = logprobs.cpu().numpy()
-        is_end = (told[..., None] == table.stop_ids[drawn][:, None]).any(-1) | ~np.isfinite(scores)
-        goes_on = (told == drafted) & ~is_end
+        is_end = (sampled[..., None] == table.stop_ids[drawn][:, None]).any(-1) | ~np.isfinite(scores)
+        goes_on = (sampled == drafted) & ~is_end
         room = table.limits[drawn] - table.lengths_host[drawn]
         counts = np.minimum(1 + goes_on.cumprod(axis=1).sum(axis=1), room)
         is_new = torch.from_numpy(place < counts[index]).to(device)
@@ -195,7 +195,7 @@ class StepRunner:
         self.num_drafted += int(widths.sum()) - len(drawn)
         self.num_accepted += int(counts.sum()) - len(drawn)
         newest = np.arange(len(drawn)), counts - 1
-        return Drawn(ids=told[newest], logprobs=scores[newest])
+        return Drawn(ids=sampled[newest], logprobs=scores[newest])
 
     def _versions(self, which: Tensor | slice) -> Tensor | int:
         """Versions of the weights that these rows' tokens are sampled from: the model's, or each row's adapter's."""
