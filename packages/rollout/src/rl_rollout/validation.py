@@ -65,8 +65,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
     if len(prompt) >= max_model_len:
         raise RequestError(
             f"request {request.request_id!r}: the prompt is too long. This model's maximum context length is "
-            f"{max_model_len} tokens, completion included, and the prompt has {len(prompt)}; shorten it or raise "
-            "max_model_len"  # clients look for the first two phrases: they then end, or compact, and do not retry
+            f"{max_model_len} tokens, completion included, and the prompt has {len(prompt)} tokens; shorten the prompt "
+            "or raise max_model_len"  # by the first two phrases clients see that no retry helps
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         bad = next(i for i in prompt if not 0 <= i < vocab_size)

@@ -159,7 +159,7 @@ def test_bad_requests_and_deadlines(site):
     served, client, run, _ = site
     with pytest.raises(RequestError, match="empty"):
         run(client.generate(request(prompt=())))
-    with pytest.raises(RequestError, match="holds 256"):
+    with pytest.raises(RequestError, match="context length is 256 tokens"):
         run(client.generate(request(prompt=(5,) * 256)))
     with pytest.raises(RequestError, match="999 is outside the vocabulary"):
         run(client.generate(request(prompt=(999,))))
