@@ -114,11 +114,10 @@ tier seams uv run --no-sync lint-imports --no-logo
 tier docs build_docs
 tier types finish types
 tier tests run_tests
-if command -v nvcc >/dev/null; then early cuda compile_cuda; fi
 tier wheels uv run --no-sync pytest -m 'wheels and not integration' tests
 tier job uv run --no-sync rl-train quickstart steps=2 output_dir="${scratch}/quickstart"
 tier gsm8k train_gsm8k
-if command -v nvcc >/dev/null; then tier cuda finish cuda; fi
+if command -v nvcc >/dev/null; then tier cuda compile_cuda; fi
 
 printf '\n%s\n' "${summary[@]}"
 printf 'all tiers passed in %d s\n' $((SECONDS - started))
