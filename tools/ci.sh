@@ -15,7 +15,7 @@ if [[ -z "${UV_FIND_LINKS:-}" && -n "${PIP_FIND_LINKS:-}" ]]; then
   export UV_FIND_LINKS
 fi
 scratch=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "${scratch}"' EXIT
+trap 'jobs -p | xargs --no-run-if-empty kill 2>/dev/null || true; rm -rf "${scratch}"' EXIT
 if ! command -v uv >/dev/null; then
   python3 -m pip install --quiet --target "${scratch}/uv" uv
   PATH="${scratch}/uv/bin:${PATH}"
