@@ -2,11 +2,11 @@
 
 Both systems answer the recipe `smollm`'s questions, 64 completions of at most 24 tokens in float32, and take turns in
 one run. In the first metric every completion has an advantage, in the second the rewards are the recipe's, where most
-groups have none at the start. The bound of a phase is its matrix products at the model's shapes, by `torch.mm` in this
-run: of an update forward and backward, the tokens of a prompt once; of prefill forward. A decoded batch is bounded by
-reading every weight once, or by its products at the rate of prefill if those take longer. Bounds are measured with as
-many threads as the phases have, before any server starts. TRL runs in an environment of its own (it pins other
-versions than the workspace):
+groups have none at the start. The bound of a phase is its matrix products at the model's shapes, measured in this run:
+of an update forward and backward by `torch.mm`, the tokens of a prompt once; of prefill forward, and of a decoded batch
+at its number of rows, by `torch.mm` or by oneDNN over weights that it packed, whichever is faster. A decoded batch also
+reads every weight once: its bound is the longer of the two. Bounds are measured with as many threads as the phases
+have, before any server starts. TRL runs in an environment of its own (it pins other versions than the workspace):
 
     uv venv trl && uv pip install --python trl/bin/python trl==1.16.0 transformers==5.23.0 datasets==5.2.0
     RL_REAL_MODELS=FOLDER RL_BENCH_TRL_PYTHON=trl/bin/python uv run rl-bench real_model
@@ -33,12 +33,14 @@ from rl_trainer.data import Row, load_datasets
 
 PROMPTS, GROUP, NEW_TOKENS, LR = 8, 8, 24, 1e-9
 """A learning rate that keeps the policy, so that lengths do not change."""
-ROUNDS, STEPS, WARM_UP, TIMEOUT_S = 3, 4, 1, 900
+ROUNDS, STEPS, WARM_UP, TIMEOUT_S = 2, 2, 1, 900
 PREFILL = (8, 256)
 """Prompts and their tokens."""
+BATCHES = (1, 16, 64)
+"""Sequences decoded together."""
 TASK = Path(__file__).with_name("_letters.py")
 DENSE, SPARSE = "every completion has an advantage", "rewards of the sums"
-OURS, TRL, PRODUCTS = "ours, runtime=inline", "TRL's GRPOTrainer", "its products by torch.mm"
+OURS, TRL, PRODUCTS = "ours, runtime=inline", "TRL's GRPOTrainer", "its matrix products"
 
 
 def main(run: Run) -> None:
@@ -56,8 +58,9 @@ def main(run: Run) -> None:
             if python := os.environ.get("RL_BENCH_TRL_PYTHON"):
                 samples[TRL] += trl(python, model, Path(folder) / f"{turn}trl", steps, threads)
     record(run, samples, shapes)
-    prefill, reading = shapes.seconds(math.prod(PREFILL), PREFILL[0]), reading_seconds(shapes.num_bytes)
-    asyncio.run(serve(run, model, prefill, reading))
+    prefill, reading = shapes.forward_seconds(math.prod(PREFILL), PREFILL[0]), reading_seconds(shapes.num_bytes)
+    decoding = {batch: shapes.forward_seconds(batch, batch) for batch in BATCHES}
+    asyncio.run(serve(run, model, prefill, decoding, reading))
 
 
 def gpu(run: Run) -> None:
@@ -113,6 +116,26 @@ class Shapes:
                 if n and backward:
                     out = wanted[weight.shape[1], n]
                     torch.mm(out, weight.T), torch.mm(given[weight.shape[0], n].T, out)
+            found.append(time.perf_counter() - start)
+        return statistics.median(found[1:])
+
+    def forward_seconds(self, tokens: int, head_tokens: int) -> float:
+        """Seconds of the forward products by the faster of the two libraries."""
+        return min(self.seconds(tokens, head_tokens), self.packed_seconds(tokens, head_tokens))
+
+    def packed_seconds(self, tokens: int, head_tokens: int) -> float:
+        """Seconds of the forward products over weights that oneDNN packed, the median of three; inf without oneDNN."""
+        if not torch.backends.mkldnn.is_available():
+            return math.inf
+        pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+        works = [(pack(weight.T.contiguous(), tokens), tokens, weight.shape[0]) for weight in self.layer]
+        works.append((pack(self.head.T.contiguous(), head_tokens), head_tokens, self.head.shape[0]))
+        given = {(width, n): torch.randn(n, width) for _, n, width in works}
+        found = []
+        for _ in range(4):
+            start = time.perf_counter()
+            for weight, n, width in works:
+                multiply(given[width, n], weight, None, "none", [], "")
             found.append(time.perf_counter() - start)
         return statistics.median(found[1:])
 
@@ -216,11 +239,12 @@ def prompt_tokens() -> int:
     return 46
 
 
-async def serve(run: Run, model: Path, prefill: float, reading: float) -> None:
+async def serve(run: Run, model: Path, prefill: float, decoding: dict[int, float], reading: float) -> None:
     """Rows of prefill, and of decoding at batches of 1, 16 and 64, with the seconds of their bounds.
 
     Args:
         prefill: Seconds of the products of a prefill.
+        decoding: Seconds of the products of a decoded token, by batch.
         reading: Seconds of reading every weight once.
     """
     config = ServerConfig(model_path=str(model), dtype="float32", max_model_len=1024, max_num_seqs=64)
@@ -246,8 +270,8 @@ async def serve(run: Run, model: Path, prefill: float, reading: float) -> None:
         run.record("prefill of 8 x 256 tokens", PRODUCTS, [prefill], unit="s", role=Role.LIMIT)
         found = [await seconds(*PREFILL, 1) for _ in range(repetitions)]
         run.record("prefill of 8 x 256 tokens", "ours, embedded", found, unit="s", goal=">= 0.9 of limit")
-        for batch in (1, 16, 64):
-            metric, products = f"token decoded in a batch of {batch}", prefill * batch / math.prod(PREFILL)
+        for batch, products in decoding.items():
+            metric = f"token decoded in a batch of {batch}"
             limit = "its products" if products > reading else "reading the weights"
             run.record(metric, limit, [1e3 * max(products, reading)], unit="ms", role=Role.LIMIT)
             found = []
