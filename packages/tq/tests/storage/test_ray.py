@@ -18,7 +18,8 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Ray on this machine, with more processes than it has cores."""
+    """Ray on this machine, with more processes than it has cores; NIXL moves bytes by TCP and shared memory."""
+    os.environ.setdefault("UCX_TLS", "tcp,self,sm")
     before = os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns that it will
     ray.init(
@@ -42,14 +43,23 @@ class TestRay(TransferQueueContract):
     address = "ray://"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_ray_tasks_exchange_rows_and_values_outlive_their_maker():
+class TestRayDirect(TransferQueueContract):
+    address = "ray://?tensor_transport=nixl"
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("options", ["", "?tensor_transport=nixl"])
+def test_ray_tasks_exchange_rows_and_values_outlive_their_maker(options):
     @ray.remote(num_cpus=1, max_calls=1)  # its process ends with it
     def produce(address: str) -> rl_tq.BatchMeta:
         with rl_tq.connect(address, timeout_s=60.0) as queue:
             return queue.put({"a": torch.arange(3.0), "r": [torch.ones(n) for n in (1, 200_000, 0)]}, partition="p")
 
-    with rl_tq.serve("ray://", timeout_s=60.0) as queue:
+    if options:
+        pytest.importorskip("nixl")
+    with rl_tq.serve(f"ray://{options}", timeout_s=60.0) as queue:
         assert queue.address.startswith("ray://")
         with pytest.raises(rl_tq.AddressError, match="served already"):
             rl_tq.serve(queue.address)
@@ -81,13 +91,13 @@ def get_until_lost(queue: rl_tq.TransferQueue, meta: rl_tq.BatchMeta) -> None:
 
 
 def stored_bytes() -> float:
-    """What Ray's object store holds, as Ray says."""
+    """Bytes in Ray's object store, by Ray's count."""
     return ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("address", ["shm://", "tcp://127.0.0.1:0", "ray://?tensor_transport=nixl"])
 def test_values_of_other_queues_never_enter_ray_s_object_store(address: str):
     @ray.remote(num_cpus=1)
     class Worker:
@@ -105,10 +115,12 @@ def test_values_of_other_queues_never_enter_ray_s_object_store(address: str):
     until(lambda: stored_bytes() >= 64 << 20)
     of_one_object = stored_bytes()
     with rl_tq.serve(address, timeout_s=60.0) as queue:
-        producer, consumer = Worker.remote(queue.address), Worker.remote(queue.address)
+        token = {"RL_TQ_TOKEN": os.environ["RL_TQ_TOKEN"]} if address.startswith("tcp") else {}
+        worker = Worker.options(runtime_env={"env_vars": token})
+        producer, consumer = worker.remote(queue.address), worker.remote(queue.address)
         metas = [ray.get(producer.put.remote(), timeout=120) for _ in range(3)]
-        told = [ray.get(consumer.sum.remote(meta), timeout=120) for meta in metas]
-        assert told == [sum(range(1 << 20))] * 3
+        sums = [ray.get(consumer.sum.remote(meta), timeout=120) for meta in metas]
+        assert sums == [sum(range(1 << 20))] * 3
         # What came later is counted: all that was put before is, too.
         more = ray.put(torch.zeros(32 << 20, dtype=torch.uint8).numpy())
         until(lambda: stored_bytes() >= of_one_object + (32 << 20))
@@ -201,6 +213,12 @@ def peak_bytes() -> int:
     """Most that this process had in memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl", "tcp"])
+def test_a_transport_that_readers_cannot_use_alone_is_refused(transport):
+    with pytest.raises(rl_tq.AddressError, match=f"takes tensor_transport=nixl, not '{transport}'"):
+        rl_tq.serve(f"ray://?tensor_transport={transport}")
 
 
 def test_without_ray_it_says_what_to_do():

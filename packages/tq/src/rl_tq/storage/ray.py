@@ -3,6 +3,9 @@
 Processes of any job in the cluster find it by name. A put goes to the object store of its node, where an actor of the
 queue owns it, so that it outlives its producer; for a get, Ray copies it to the reader's node, once per node. Requests
 go to the serving process over TCP, with a token distributed by Ray. Ray spills what does not fit its store.
+
+With the option `tensor_transport=nixl` values move by Ray Direct Transport instead: the actor reads a put out of its
+producer's memory, a reader reads it out of the actor's, and the object store has none of it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import threading
 import uuid
 import weakref
 from collections import defaultdict, deque
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -33,7 +37,7 @@ from rl_tq.errors import (
 from rl_tq.server.connection import ClientConnection
 from rl_tq.server.host import QueueHost
 from rl_tq.server.memory import HeapMemory
-from rl_tq.storage.ray_owner import NAMESPACE, Keeper, actor_name
+from rl_tq.storage.ray_owner import NAMESPACE, TRANSPORTS, Keeper, actor_name
 from rl_tq.storage.tcp import TcpConnection, TcpFront
 
 if TYPE_CHECKING:
@@ -50,6 +54,10 @@ if TYPE_CHECKING:
     from rl_tq.storage.ray_owner import Where
 
 
+_DIRECT = threading.RLock()
+"""One direct transfer of a process at a time: a newer tensor of the same maker invalidates fetches under way."""
+
+
 class _StoredExtent:
     """Extent as the server stores it: its node, and its number in the keeper actor there."""
 
@@ -61,8 +69,9 @@ class _StoredExtent:
 class _Keepers:
     """Keeper actors of the queue that this process serves, one per node."""
 
-    def __init__(self, queue: str, where: Where) -> None:
+    def __init__(self, queue: str, where: Where, transport: str | None) -> None:
         self._queue = queue
+        self._transport = transport
         self._lock = threading.Lock()
         self.gone: deque[tuple[str, int]] = deque()
         """Values (node, number) without rows."""
@@ -77,7 +86,8 @@ class _Keepers:
 
     def keep(self, memory: torch.Tensor) -> Any:
         """Store an extent on the serving node."""
-        number: Any = ray.get(self._actors[""].keep.remote(memory.numpy()), timeout=60.0)
+        with _DIRECT:
+            number: Any = ray.get(self._actors[""].keep.remote(_sent(memory, self._transport)), timeout=60.0)
         return _StoredExtent("", number, len(memory), self)
 
     def sweep(self) -> None:
@@ -97,10 +107,13 @@ class _Keepers:
     def _make(self, key: str, node: str, where: Where | None) -> None:
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
         remote: Any = ray.remote(Keeper)
+        by: dict[str, Any] = {"max_concurrency": 8}
+        if self._transport is not None:
+            by = {"max_concurrency": 1, "enable_tensor_transport": True}  # for the reason of `_DIRECT`
         actor = remote.options(
-            name=actor_name(self._queue, key), namespace=NAMESPACE, num_cpus=0, max_concurrency=8,
-            scheduling_strategy=on_node,
-        ).remote(where)  # fmt: skip
+            name=actor_name(self._queue, key), namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_node,
+            **by,
+        ).remote(where, self._transport)  # fmt: skip
         ray.get(actor.where.remote(), timeout=60.0)
         self._actors[key] = actor
 
@@ -137,14 +150,16 @@ class _RayFront(TcpFront):
 
     scheme = "ray"
 
-    def __init__(self, host: QueueHost, memory: HeapMemory, queue: str, timeout_s: float) -> None:
+    def __init__(
+        self, host: QueueHost, memory: HeapMemory, queue: str, timeout_s: float, transport: str | None
+    ) -> None:
         self._keepers: _Keepers | None = None
         token = secrets.token_hex()
         super().__init__(host, (ray.util.get_node_ip_address(), 0), timeout_s, token)
         self.address = f"ray://{queue}"
         try:
             node = ray.get_runtime_context().get_node_id()
-            self._keepers = _Keepers(queue, (self._listener.host, self.port, token, node))
+            self._keepers = _Keepers(queue, (self._listener.host, self.port, token, node), transport)
             memory.place = self._keepers.keep
         except BaseException:
             self.close()
@@ -170,7 +185,7 @@ class RayQueue(RemoteQueue):
         address = f"ray://{queue}"
         try:
             first = self._keepers[""] = ray.get_actor(actor_name(queue, ""), namespace=NAMESPACE)
-            place, port, token, serving = ray.get(first.where.remote(), timeout=timeout_s)
+            (place, port, token, serving), self._transport = ray.get(first.where.remote(), timeout=timeout_s)
         except (ValueError, RayError) as error:
             raise ServerLostError(f"no process serves {address} in this cluster of Ray: {error}") from error
         super().__init__(address, TcpConnection(address, place, port, timeout_s, token), timeout_s=timeout_s)
@@ -187,7 +202,8 @@ class RayQueue(RemoteQueue):
     def _store_extent(self, layout: Layout, request: Message, timeout_s: float) -> Message:
         memory = torch.empty(layout.nbytes, dtype=torch.uint8)
         layout.write(memory)
-        number = self._ask(self._node, "keep", memory.numpy())
+        with nullcontext() if self._transport is None else _DIRECT:
+            number = self._ask(self._node, "keep", _sent(memory, self._transport))
         return self._request({**request, "object": [self._node, number]}, [], timeout_s)[0]
 
     def _fetch(self, request: Message, num_rows: int, output: Output) -> TensorDict:
@@ -222,7 +238,10 @@ class RayQueue(RemoteQueue):
     def _get(self, node: str, references: Any) -> Any:
         where = f"node {node}" if node else "the serving node"
         try:
-            return ray.get(references, timeout=self.timeout_s)
+            if self._transport is None or not isinstance(references, list):
+                return ray.get(references, timeout=self.timeout_s)
+            with _DIRECT:
+                return [ray.get(each, timeout=self.timeout_s) for each in references]
         except GetTimeoutError as error:
             raise WaitTimeoutError(f"Ray gave no values of {where} within {self.timeout_s} s") from error
         except RayError as error:
@@ -230,21 +249,38 @@ class RayQueue(RemoteQueue):
             raise ServerLostError(f"what {self.address} kept on {where} is lost: {error}") from error
 
 
+def _sent(memory: torch.Tensor, transport: str | None) -> Any:
+    """Argument of `Keeper.keep`: an array for the object store, or a reference to a tensor that stays here."""
+    return memory.numpy() if transport is None else ray.put(memory, _tensor_transport=transport)
+
+
 def _viewed(values: Any) -> torch.Tensor:
-    """View uint8 [n] of a read-only array of Ray; its values are copied before a caller gets them."""
+    """View uint8 [n] of a tensor, or of a read-only array of Ray; its values are copied before a caller gets them."""
+    if isinstance(values, torch.Tensor):
+        return values
     mapping: Any = (ctypes.c_uint8 * len(values)).from_address(values.ctypes.data)
     mapping.kept = values  # lives as long as the tensor
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def serve(name: str, *, timeout_s: float, snapshot: Path | None = None) -> RayQueue:
+OPTIONS = {"tensor_transport": "nixl: values move by Ray Direct Transport; else through Ray's object store"}
+
+
+def serve(
+    name: str, *, timeout_s: float, snapshot: Path | None = None, tensor_transport: str | None = None
+) -> RayQueue:
     """See `rl_tq.serve`. This process must be connected to Ray."""
+    if tensor_transport is not None and tensor_transport not in TRANSPORTS:
+        raise AddressError(
+            f"ray:// takes tensor_transport={' or '.join(TRANSPORTS)}, not {tensor_transport!r}: a reader must be able "
+            "to fetch alone, which Ray's gloo and nccl are not made for"
+        )
     _check_ray()
     queue = name or uuid.uuid4().hex[:12]
     try:
         memory = HeapMemory(is_compacted=False)
         host = QueueHost(f"ray://{queue}", memory)
-        host.add_front(lambda: _RayFront(host, memory, queue, timeout_s))
+        host.add_front(lambda: _RayFront(host, memory, queue, timeout_s, tensor_transport))
         host.begin(snapshot)
     except AddressError:
         raise

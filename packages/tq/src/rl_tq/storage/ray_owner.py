@@ -1,4 +1,4 @@
-"""Keeper: the Ray actor that owns a `ray` queue's values on one node. Imports nothing heavy."""
+"""Keeper: the Ray actor that owns a `ray` queue's values on one node."""
 
 from __future__ import annotations
 
@@ -17,24 +17,34 @@ NAMESPACE = "rl-tq"
 Where: TypeAlias = tuple[str, int, str, str]
 """Host, port and token of a queue's server, and its node."""
 
+TRANSPORTS = ("nixl",)
+"""Ray's tensor transports that a reader can use alone. gloo and nccl are collectives: the maker would have to send."""
+
 
 class Keeper:
     """Owner of a queue's objects on one node, so that they outlive their producers."""
 
-    def __init__(self, where: Where | None) -> None:
-        """`where`: None for a keeper on another node than the queue's server."""
+    def __init__(self, where: Where | None, transport: str | None) -> None:
+        """Make an owner of nothing.
+
+        Args:
+            where: None for a keeper on another node than the queue's server.
+            transport: Ray's tensor transport, by which values move between processes; None: its object store.
+        """
         self._where = where
+        self._transport = transport
+        self._by: dict[str, Any] = {} if transport is None else {"_tensor_transport": transport}
         self._objects: dict[int, Any] = {}
         self._numbers = count(1)
 
-    def where(self) -> Where | None:
-        """Address of the queue's server."""
-        return self._where
+    def where(self) -> tuple[Where | None, str | None]:
+        """Address of the queue's server, and the tensor transport."""
+        return self._where, self._transport
 
     def keep(self, values: Any) -> int:
-        """Put values, a numpy array uint8 [n], into this node's object store; returns their number."""
+        """Own values, uint8 [n]: a numpy array, or a tensor that came by the tensor transport; returns their number."""
         number = next(self._numbers)
-        self._objects[number] = ray.put(values)
+        self._objects[number] = ray.put(values, **self._by)
         return number
 
     def give(self, numbers: Sequence[int]) -> list[Any]:
