@@ -126,15 +126,15 @@ class BigramEngine(Engine):
         shutil.rmtree(path, ignore_errors=True)
         draft.rename(path)
 
-    def load_checkpoint(self, path: str | Path) -> int:
+    def load_checkpoint(self, path: str | Path, *, optimizer: bool = True) -> int:
         manifest = Path(path) / "manifest.json"
         if damage := find_damage(manifest):
             raise errors.CheckpointError(damage[0])
         state = torch.load(Path(path) / "state.pt")
         self._table.data.copy_(state["table"])
-        if self._optimizer is not None:
+        if self._optimizer is not None and optimizer:
             self._optimizer.load_state_dict(state["optimizer"])
-        return read_manifest(manifest)["step"]
+        return read_manifest(manifest)["step"] if optimizer else 0
 
     def save_model(self, path: str | Path) -> None:
         shutil.copytree(self._config.model_path, path, dirs_exist_ok=True)

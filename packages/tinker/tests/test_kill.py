@@ -5,18 +5,22 @@ import os
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
+import torch
 from packages.tinker.tests.support import KEY
 from tinker import types
+from transformers import AutoModelForCausalLM
 
 from rl_bench.waiting import until
 
@@ -44,7 +48,7 @@ def children(pid):
 class Supervisor:
     """Starts the server again whenever it has ended, as systemd would."""
 
-    def __init__(self, model, folder):
+    def __init__(self, model, folder, *options):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -52,6 +56,7 @@ class Supervisor:
         self.command = [
             sys.executable, "-m", "rl_tinker.cli", "serve", f"model.path={model}", "model.name=tiny",
             f"output_dir={folder}", f"port={self.port}", "dtype=float32", "max_model_len=256",
+            *options,
         ]  # fmt: skip
         self.log = (folder.parent / f"{folder.name}.log").open("w")
         self.process = None
@@ -101,8 +106,8 @@ class Supervisor:
 
 
 @contextmanager
-def supervised(model, folder):
-    supervisor = Supervisor(model, folder)
+def supervised(model, folder, *options):
+    supervisor = Supervisor(model, folder, *options)
     try:
         supervisor.wait()
         yield supervisor
@@ -117,16 +122,15 @@ def datum(tokens):
     )
 
 
-def train(url, done, on_step=lambda number: None):
+def train(url, done, rank):
     """Take steps until `done(number)`; returns the gradient norms, samples, and the state's files."""
     norms, samples = [], []
     with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
-        client = service.create_lora_training_client(base_model="tiny", rank=2, seed=5).result()
+        client = service.create_lora_training_client(base_model="tiny", rank=rank, seed=5).result()
         while not done(len(norms)):
             futures = [client.forward_backward([datum(row)], "cross_entropy") for row in ROWS]
             futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
             norms.append(futures[-1].result(300).metrics["grad_norm"])
-            on_step(len(norms))
         sampler = client.save_weights_and_get_sampling_client().result(300)
         params = types.SamplingParams(max_tokens=4, temperature=0)
         samples.append(sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 1, params).result(300).sequences[0].tokens)
@@ -136,40 +140,45 @@ def train(url, done, on_step=lambda number: None):
 
 def state_of(folder, path):
     """Bytes of weights and optimizer of a checkpoint."""
-    import sqlite3
+    found = checkpoint_folder(folder, path)
+    names = ("adapter_model.safetensors", "optimizer.safetensors", "shard-00000.safetensors")
+    return {name: (found / name).read_bytes() for name in names if (found / name).exists()}
 
+
+def checkpoint_folder(folder, path):
+    """Folder of a checkpoint."""
     with sqlite3.connect(folder / "journal.sqlite") as database:
         (body,) = database.execute("SELECT body FROM records WHERE id = ?", (path,)).fetchone()
     database.close()
-    found = folder / "checkpoints" / json.loads(body)["folder"]
-    return {name: (found / name).read_bytes() for name in ("adapter_model.safetensors", "optimizer.safetensors")}
+    return folder / "checkpoints" / json.loads(body)["folder"]
 
 
-def check_against_twin(tiny_model, tmp_path, num_kills, kinds):
+def check_against_twin(tiny_model, tmp_path, num_kills, *options, rank=2):
     """Kill at random moments, and compare every step and the last state with an undisturbed run."""
     generator, killed = random.Random(1), []
-    with supervised(tiny_model, tmp_path / "killed") as supervisor:
+    with supervised(tiny_model, tmp_path / "killed", *options) as supervisor:
         stop = threading.Event()
 
         def harass():
             while len(killed) < num_kills and not stop.wait(generator.uniform(0.05, 3.0)):
                 supervisor.wait()
-                kind = kinds[len(killed) % len(kinds)]
+                kind = KINDS[len(killed) % len(KINDS)]
                 if supervisor.kill(kind):
                     killed.append(kind)
 
         thread = threading.Thread(target=harass, daemon=True)
         thread.start()
         try:
-            norms, samples, path = train(supervisor.url, lambda number: len(killed) >= num_kills and number >= 4)
+            norms, samples, path = train(supervisor.url, lambda number: len(killed) >= num_kills and number >= 4, rank)
         finally:
             stop.set()
             thread.join()
         state = state_of(tmp_path / "killed", path)
-    with supervised(tiny_model, tmp_path / "twin") as supervisor:
-        twin = train(supervisor.url, lambda number: number >= len(norms))
+    with supervised(tiny_model, tmp_path / "twin", *options) as supervisor:
+        twin = train(supervisor.url, lambda number: number >= len(norms), rank)
         assert norms == twin[0]
         assert samples == twin[1]
+        assert state
         assert state == state_of(tmp_path / "twin", twin[2])
     assert len(killed) == num_kills
 
@@ -178,4 +187,49 @@ def check_against_twin(tiny_model, tmp_path, num_kills, kinds):
 @pytest.mark.timeout(7200)
 @pytest.mark.promise("After `kill -9` of any process at 200 random moments the optimizer state is an undisturbed run's")
 def test_200_kills_leave_the_state_of_an_undisturbed_run(tiny_model, tmp_path):
-    check_against_twin(tiny_model, tmp_path, int(os.environ.get("KILLS", "200")), KINDS)
+    check_against_twin(tiny_model, tmp_path, int(os.environ.get("KILLS", "200")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_weights_survive_kills(tiny_model, tmp_path):
+    check_against_twin(tiny_model, tmp_path, int(os.environ.get("KILLS_FULL", "8")), "training=full", rank=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sampler_serves_all_trained_weights(tiny_model, tmp_path):
+    prompt = [5, 6, 7]
+    params = types.SamplingParams(max_tokens=6, temperature=0)
+
+    def greedy(sampler):
+        found = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result(300)
+        return list(found.sequences[0].tokens)
+
+    def expected(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.tensor([prompt])
+        return model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 3:].tolist()
+
+    with (
+        supervised(tiny_model, tmp_path / "one", "training=full") as supervisor,
+        tinker.ServiceClient(base_url=supervisor.url, api_key=KEY) as service,
+    ):
+        client = service.create_lora_training_client(base_model="tiny", rank=0).result()
+        assert not client.get_info().is_lora
+        base = service.create_sampling_client(base_model="tiny").result()
+        assert greedy(base) == expected(tiny_model)
+        paths = []
+        for name in ("first", "second"):
+            for _ in range(4):
+                client.forward_backward([datum(row) for row in ROWS], "cross_entropy")
+                client.optim_step(types.AdamParams(learning_rate=0.02)).result(300)
+            paths.append(client.save_weights_for_sampler(name).result(300).path)
+        wanted = [expected(checkpoint_folder(tmp_path / "one", path)) for path in paths]
+        assert wanted[0] != expected(tiny_model)
+        samplers = [service.create_sampling_client(model_path=path).result() for path in paths]
+        with ThreadPoolExecutor(9) as pool:  # turns of three sets of weights in one server
+            found = list(pool.map(greedy, [*samplers, base] * 3))
+        assert found == [*wanted, expected(tiny_model)] * 3
+        with pytest.raises(tinker.APIStatusError, match="give rank=0"):
+            service.create_lora_training_client(base_model="tiny", rank=2).result()

@@ -202,8 +202,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def load_checkpoint(self, path: str | Path) -> int:
+    def load_checkpoint(self, path: str | Path, *, optimizer: bool = True) -> int:
         """Restore everything that `save_checkpoint` wrote and return its step. Collective.
+
+        Args:
+            path: The checkpoint.
+            optimizer: False: its weights alone; the optimizer and the schedule begin anew, at step 0.
 
         Raises:
             CheckpointError: absent, incomplete, damaged (the file is named), or of another model; the engine is

@@ -164,7 +164,9 @@ class TrainingWorker:
         """
         if adapter is not None:
             return self.pool.load(adapter, path, optimizer=optimizer)
-        self.step = self.engine.load_checkpoint(path)
+        self.step = self.engine.load_checkpoint(path, optimizer=optimizer)
+        if not self._is_frozen:
+            self.engine.optimizer_zero_grad()
         return self.step
 
     def save_weights(self, path: str | Path) -> None:

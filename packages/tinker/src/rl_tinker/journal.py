@@ -85,6 +85,11 @@ def forget_operation(operation: Operation) -> Statement:
     return "DELETE FROM operations WHERE id = ?", (operation.id,)
 
 
+def forget_curve(model: str) -> Statement:
+    """Statement that deletes the loss curve of a model."""
+    return "DELETE FROM curves WHERE model = ?", (model,)
+
+
 def add_point(model: str, step: int, time: float, loss: float, tokens: int) -> Statement:
     """Statement that adds a point to the loss curve of a model."""
     return "INSERT INTO curves VALUES (?, ?, ?, ?, ?)", (model, step, time, loss, tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rl_csrc import hold_lock
 from rl_engine.registry import check as check_engine
 from rl_engine.registry import describe_model, model_folder
-from rl_engine.types import EngineConfig, Precision
+from rl_engine.types import EngineConfig, OptimizerConfig, Precision
 from rl_rollout.registry import LOOPBACK_HOSTS
 from rl_tinker.errors import ConfigError
 from rl_tinker.http.app import Application
@@ -70,7 +70,7 @@ class TinkerServer:
         self._closing.callback(self.store.close)
         self._group = group or ElasticGroup(config, base)
         self._replicas = replicas or Replicas(config, base, self.store.checkpoints_folder)
-        self._scheduler = Scheduler(self.store, self._group, max_adapters=config.max_adapters)
+        self._scheduler = Scheduler(self.store, self._group, max_adapters=config.max_models)
         self._samplers = Samplers(self.store, self._replicas, Stops(Path(base)), max_len=max_len)
         name = config.model_name or config.model_path
         checkpoints = CheckpointRoutes(self.store, model_name=name)
@@ -83,6 +83,7 @@ class TinkerServer:
             *TrainingRoutes(
                 self.store, self._scheduler, self._samplers,
                 model_name=name, tokenizer=base, vocab_size=vocab_size, is_tied=is_tied, max_len=max_len,
+                is_full=config.is_full,
             ).routes(),
             *SamplingRoutes(self.store, self._samplers, model_name=name, vocab_size=vocab_size).routes(),
             *checkpoints.routes(),
@@ -97,8 +98,18 @@ class TinkerServer:
         Raises:
             RanksLostError: the training processes cannot be started.
             rl_rollout.errors.RolloutError: a sampling server cannot be started.
-            ConfigError: the port cannot be bound.
+            ConfigError: the port cannot be bound, or the folder has runs of the other kind of training.
         """
+        other = [
+            each.id
+            for each in self.store.models.values()
+            if not each.is_unloaded and (each.adapter is None) != self.config.is_full
+        ]
+        if other:
+            raise ConfigError(
+                f"training={self.config.training}: output_dir={self.config.output_dir} has runs of the other kind, "
+                f"such as {other[0]}; give another output_dir"
+            )
         self._closing.push_async_callback(self._group.stop)
         self._closing.push_async_callback(self._replicas.stop)
         await asyncio.gather(self._group.start(), self._replicas.start())
@@ -156,10 +167,13 @@ def check_config(config: ServeConfig) -> None:
     for name in ("ranks", "max_adapters", "server_replicas", "server_tp"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name.replace('_', '.', 1)}={getattr(config, name)} must be 1 or more")
+    if config.training not in ("lora", "full"):
+        raise ConfigError(f"training={config.training!r} must be lora or full")
     if config.dtype not in tuple(Precision):
         raise ConfigError(f"dtype={config.dtype!r} must be one of {', '.join(Precision)}")
     if config.max_model_len < 2 or config.timeout_s <= 0 or not 0 <= config.port < 2**16:
         raise ConfigError("max_model_len must be 2 or more, timeout_s above 0, and port from 0 to 65535")
-    engine = EngineConfig(model_path=model_folder(config.model_path), optimizer=None)
+    optimizer = OptimizerConfig() if config.is_full else None
+    engine = EngineConfig(model_path=model_folder(config.model_path), optimizer=optimizer)
     check_engine(config.backend, engine, config.ranks)
     check_replicas(config, engine.model_path)

@@ -29,6 +29,8 @@ class ServeConfig:
     """Training processes on this machine, one per GPU."""
     backend: str = "fsdp"
     """Backend of rl-engine."""
+    training: str = "lora"
+    """`lora`: adapters over the frozen base model. `full`: all its weights, by one tenant, and one run at a time."""
     dtype: str = "auto"
     """Number format of training: `float32`, `bfloat16`, or `auto`."""
     max_adapters: int = 32
@@ -44,6 +46,16 @@ class ServeConfig:
     """GPUs of each sampling server (tensor parallel)."""
     timeout_s: float = 1800.0
     """Longest time that one command to the training processes or to a sampling server may take, seconds."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.training == "full"
+
+    @property
+    def max_models(self) -> int:
+        """Most models in the memory of the training processes."""
+        return 1 if self.is_full else self.max_adapters
 
 
 class LossName(StrEnum):
@@ -205,6 +217,8 @@ class Verb(StrEnum):
     """Add a model with the weights in `folder`; without `optimizer` its moments are zero."""
     SAVE = "save"
     """Write the state of a model to `folder`."""
+    EXPORT = "export"
+    """Write all weights of a model to `folder`, as Hugging Face's folders have them."""
     DROP = "drop"
     """Remove a model from memory."""
     FORWARD = "forward"

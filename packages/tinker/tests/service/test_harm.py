@@ -7,10 +7,11 @@ import msgspec
 import pytest
 from packages.tinker.tests.service.test_durability import MODEL, body, new_model, operation, scheduled, step
 
+from rl_bench.waiting import until
 from rl_tinker import journal as db
 from rl_tinker.errors import CommandError
 from rl_tinker.testing import FakeGroup
-from rl_tinker.types import Kind, Status, Verb
+from rl_tinker.types import Kind, Model, Session, Status, Verb
 
 OTHER = "s:train:1"
 NO_SUCH = msgspec.json.encode({"path": "tinker://x/weights/y", "optimizer": True})
@@ -158,5 +159,37 @@ def test_a_loss_that_is_not_finite_leaves_the_page(tmp_path):
             losses = (6.0, float("nan"), float("inf"), 3.0)
             await store.journal.write(*(db.add_point(MODEL, step, 0.0, loss, 3) for step, loss in enumerate(losses)))
             assert curve_of(store.journal, MODEL) == [(0, 2.0), (3, 1.0)]
+
+    asyncio.run(run())
+
+
+def test_an_ended_run_leaves_no_state_and_later_no_record(tmp_path, monkeypatch):
+    """Its state goes with the session, its records after a while, unless it has a checkpoint."""
+
+    async def run():
+        folder = tmp_path / "s"
+        async with scheduled(folder, FakeGroup()) as (store, scheduler):
+            store.apply([Session(id="t", tenant="a", created=0.0, seen=0.0, finished="done")])
+            other = "t:train:0"
+            gone = msgspec.structs.replace(new_model(other), session="t")
+            await scheduler.submit(operation(0, Kind.CREATE, b"", other), gone)
+            await ended(store, scheduler, operation(0, Kind.CREATE, b""), saved(1, "kept"))
+            await ended(store, scheduler, operation(1, Kind.FORWARD_BACKWARD, body(1.0, other), other))
+            for session in ("s", "t"):
+                store.sessions[session].finished = "done"
+                scheduler.unload(session)
+            await asyncio.to_thread(until, lambda: not list((folder / "models").iterdir()))
+            assert store.body_bytes == {"a": 0}
+            monkeypatch.setattr("rl_tinker.service.store.ENDED_S", 3600.0)
+            await store.expire()
+            assert set(store.models) == {MODEL}
+            assert set(store.sessions) == {"s"}
+            assert store.journal.records(Model).keys() == {MODEL}
+            assert not store.journal.curve(other)
+            await store.remove_checkpoints(list(store.checkpoints.values()))
+            store.sessions["s"].seen = 0.0
+            await store.expire()
+            assert not store.models
+            assert not store.journal.records(Session)
 
     asyncio.run(run())

@@ -361,15 +361,19 @@ class ModuleEngine(Engine):
         assert self._writer is not None
         self._writer.save(path, tensors, step, self._schedule_step)
 
-    def load_checkpoint(self, path: str | Path) -> int:
+    def load_checkpoint(self, path: str | Path, *, optimizer: bool = True) -> int:
         """A frozen engine reads the model alone. A rank that was not there when it was written seeds itself anew."""
         built, state = self.parts.built, self.parts.state
         tensors = state.tensors()
         assert self._writer is not None
         self._writer.wait()
         manifest = restore(path, tensors, built.world, self._config.seed, state.described())
+        if not optimizer:
+            for name, tensor in tensors.items():
+                if name.startswith("optim."):
+                    tensor.zero_()
         state.take(tensors)
-        self._schedule_step = manifest.schedule_step
+        self._schedule_step = manifest.schedule_step if optimizer else 0
         if built.optimizer is not None:
             self._apply_schedule()
-        return manifest.step
+        return manifest.step if optimizer else 0

@@ -87,7 +87,7 @@ class SamplingRoutes:
             sampler = Sampler(id="", session="", tenant=call.tenant.name, checkpoint=checkpoint)
             request_id = self._samplers.new_id()
         if self._samplers.task(call.tenant, request_id) is None:
-            check_pending(self._store.pending[call.tenant.name] + self._samplers.pending_of(call.tenant), call.tenant)
+            check_pending(self._store, self._samplers, call.tenant, count=request.num_samples)
             self._samplers.begin(call.tenant, sampler, request, request_id)
         ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}

@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from rl_tinker import journal as db
-from rl_tinker.errors import GoneError, NotFoundError
+from rl_tinker.errors import GoneError, NotFoundError, QuotaError
 from rl_tinker.http.app import Reply
 from rl_tinker.service import api
 from rl_tinker.types import Session
@@ -97,6 +97,9 @@ class SessionRoutes:
     async def create(self, call: Call) -> Any:
         """Create a session."""
         request = call.json(api.CreateSession)
+        live = sum(each.tenant == call.tenant.name and not each.finished for each in self._store.sessions.values())
+        if live >= call.tenant.max_pending:
+            raise QuotaError(f"{call.tenant.name} has {live} sessions; its quota is {call.tenant.max_pending}")
         now = time.time()
         session = Session(
             id=uuid.uuid4().hex,

@@ -43,6 +43,7 @@ class TrainingRoutes:
         vocab_size: Token ids of the base model.
         is_tied: Whether its output layer is its embedding, which no adapter goes on.
         max_len: Longest row, tokens.
+        is_full: Whether all weights are trained.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class TrainingRoutes:
         vocab_size: int,
         is_tied: bool,
         max_len: int,
+        is_full: bool,
     ) -> None:
         self._store, self._scheduler, self._samplers = store, scheduler, samplers
         self._model_name, self._tokenizer = model_name, tokenizer
         self._vocab_size, self._is_tied, self._max_len = vocab_size, is_tied, max_len
+        self._is_full = is_full
 
     def routes(self) -> list[tuple[str, str, Callable[[Call], Awaitable[Any]]]]:
         """Method, path and handler of each route."""
@@ -78,28 +81,42 @@ class TrainingRoutes:
         ]
 
     async def create_model(self, call: Call) -> Any:
-        """Add a LoRA adapter to the base model, as a new training run."""
+        """Add a LoRA adapter to the base model, or a copy of all its weights, as a new training run."""
         request = call.json(api.CreateModel)
         session = self._store.session(call.tenant, request.session_id)
         self._check_base(request.base_model)
         _check_optimizer(request.optimizer_config)
-        lora = request.lora_config
-        if lora is None:
-            raise UnsupportedError("this server trains LoRA adapters; give a lora_config")
+        adapter = self._adapter(request.lora_config)
+        return await self._create(call, session, request.model_seq_id, adapter, Kind.CREATE, request.user_metadata)
+
+    def _adapter(self, lora: api.Lora | None) -> AdapterSpec | None:
+        """Adapter of a new model; None: all weights, which no configuration or rank 0 asks for."""
+        if lora is None or lora.rank == 0:
+            self._check_kind(is_full=True)
+            return None
+        self._check_kind(is_full=False)
         if not 1 <= lora.rank <= MAX_RANK:
             raise RequestError(f"lora_config.rank={lora.rank} must be from 1 to {MAX_RANK}")
         train_unembed = lora.train_unembed and not self._is_tied
         if not (lora.train_attn or lora.train_mlp or train_unembed):
             tied = "; the output layer of this model is its embedding" if self._is_tied else ""
             raise RequestError(f"lora_config adapts nothing; set train_attn or train_mlp{tied}")
-        adapter = AdapterSpec(
+        return AdapterSpec(
             rank=lora.rank,
             seed=random.SystemRandom().randrange(2**31) if lora.seed is None else lora.seed,
             train_attn=lora.train_attn,
             train_mlp=lora.train_mlp,
             train_unembed=train_unembed,
         )
-        return await self._create(call, session, request.model_seq_id, adapter, Kind.CREATE, request.user_metadata)
+
+    def _check_kind(self, *, is_full: bool) -> None:
+        if is_full and not self._is_full:
+            raise UnsupportedError(
+                "this server trains LoRA adapters: give a lora_config with a rank of 1 or more, or start it with "
+                "training=full"
+            )
+        if self._is_full and not is_full:
+            raise UnsupportedError("this server was started with training=full: give rank=0, which means all weights")
 
     async def _create(
         self,
@@ -111,7 +128,10 @@ class TrainingRoutes:
         metadata: dict[str, Any] | None,
     ) -> Any:
         model_id, now = f"{session.id}:train:{number}", time.time()
-        own = [each for each in self._store.models.values() if each.tenant == call.tenant.name and not each.is_unloaded]
+        live = [each for each in self._store.models.values() if not each.is_unloaded]
+        own = [each for each in live if each.tenant == call.tenant.name]
+        if self._is_full and len(own) < len(live):
+            raise QuotaError("another tenant trains all weights of this server; try again once its sessions have ended")
         if model_id not in self._store.models and len(own) >= call.tenant.max_models:
             raise QuotaError(
                 f"{call.tenant.name} has max_models={call.tenant.max_models} models; finish sessions that you do not "
@@ -209,6 +229,7 @@ class TrainingRoutes:
         if request.base_model is not None:
             self._check_base(request.base_model)
         checkpoint = self._store.checkpoint(call.tenant, request.path)
+        self._check_kind(is_full=checkpoint.adapter is None)
         metadata = request.user_metadata
         return await self._create(call, session, request.model_seq_id, checkpoint.adapter, Kind.LOAD, metadata)
 
@@ -234,7 +255,7 @@ class TrainingRoutes:
         if seq < 0 or (seq == 0) != bool(records):
             raise RequestError(f"seq_id={seq}: operations of a model are numbered from 1")
         if operation.id not in self._store.operations:
-            check_pending(self._store.pending[call.tenant.name] + self._samplers.pending_of(call.tenant), call.tenant)
+            check_pending(self._store, self._samplers, call.tenant, num_bytes=len(call.body) if tokens else 0)
         accepted = await self._scheduler.submit(operation, *records)
         return {"request_id": accepted.id, "model_id": model.id}
 
@@ -289,11 +310,21 @@ def _check_optimizer(given: api.Optimizer) -> None:
         raise UnsupportedError(f"optimizer_config.type={given.type!r} is not available here; available: 'adamw'")
 
 
-def check_pending(pending: int, tenant: Tenant) -> None:
-    """Check the quota of requests that wait or run.
+def check_pending(store: Store, samplers: Samplers, tenant: Tenant, *, count: int = 1, num_bytes: int = 0) -> None:
+    """Check the quotas of requests that wait or run, before `count` more with `num_bytes` are accepted.
 
     Raises:
-        QuotaError: it is reached.
+        QuotaError: one is reached; a request that is larger than a quota is accepted alone, and one without rows
+            whatever waits, as the optim_step that makes room.
     """
-    if pending >= tenant.max_pending:
-        raise QuotaError(f"{tenant.name} has {pending} requests that wait or run; its quota is {tenant.max_pending}")
+    pending = store.pending[tenant.name] + samplers.pending_of(tenant)
+    if pending and pending + count > tenant.max_pending:
+        raise QuotaError(
+            f"{tenant.name} has {pending} requests and sequences that wait or run; its quota is {tenant.max_pending}"
+        )
+    held = store.body_bytes[tenant.name]
+    if held and num_bytes and held + num_bytes > tenant.max_pending_mib * 2**20:
+        raise QuotaError(
+            f"{tenant.name} has {held / 2**20:.1f} MiB of requests that wait or run, or whose gradient no optim_step "
+            f"has used; its quota is {tenant.max_pending_mib} MiB"
+        )

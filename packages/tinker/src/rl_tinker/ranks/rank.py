@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rl_engine.errors import EngineError
 from rl_engine.registry import auto_precision, create_loss, create_worker
-from rl_engine.types import AdamParams, EngineConfig, LoraConfig, Precision, TrainingRow
+from rl_engine.types import AdamParams, EngineConfig, LoraConfig, OptimizerConfig, Precision, TrainingRow
 from rl_tinker.durable import sync_tree
 from rl_tinker.errors import RequestError
 from rl_tinker.ranks import commands
@@ -51,6 +51,8 @@ class Rank:
         self._config, self._model_folder = config, model_folder
         self._modules = lora_modules(Path(model_folder))
         self._worker: Any = self._build()
+        self._is_fresh = True
+        """Whether the weights are those of the base model, where all of them are trained."""
         self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
         self.index, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
@@ -58,7 +60,7 @@ class Rank:
         precision = auto_precision()[0] if self._config.dtype == "auto" else Precision(self._config.dtype)
         config = EngineConfig(
             model_path=self._model_folder,
-            optimizer=None,
+            optimizer=OptimizerConfig() if self._config.is_full else None,
             precision=precision,
         )
         return create_worker(config, self._config.backend, max_resident=self._config.max_adapters)
@@ -84,29 +86,45 @@ class Rank:
             return Answer(error=str(error))
 
     def _create(self, command: Command) -> Answer:
+        if self._config.is_full:
+            if not self._is_fresh:
+                self._worker.close()
+                self._worker = self._build()
+            self._is_fresh = False
+            return self._save(command)
         assert command.adapter is not None, "the server has checked it"
         lora = LoraConfig(rank=command.adapter.rank, alpha=ALPHA, target_modules=self._modules.of(command.adapter))
-        key = model_key(command.model)
+        key = self._key(command.model)
         if key in self._worker.adapters:  # left by a command whose outcome was not committed
             self._worker.remove_adapter(key)
         self._worker.add_adapter(key, lora, command.adapter.seed)
         return self._save(command) if command.verb == Verb.CREATE else Answer()
 
     def _restore(self, command: Command) -> Answer:
-        self._create(command)
+        if self._config.is_full:
+            self._is_fresh = False
+        else:
+            self._create(command)
         try:
-            self._worker.load_state(command.folder, model_key(command.model), optimizer=command.optimizer)
+            self._worker.load_state(command.folder, self._key(command.model), optimizer=command.optimizer)
         except EngineError:
             self._drop(command)
             raise
         return Answer()
 
     def _drop(self, command: Command) -> Answer:
-        self._worker.remove_adapter(model_key(command.model))
+        if not self._config.is_full:  # else the next model takes its room
+            self._worker.remove_adapter(self._key(command.model))
         return Answer()
 
     def _save(self, command: Command) -> Answer:
-        self._worker.save_state(command.folder, model_key(command.model))
+        self._worker.save_state(command.folder, self._key(command.model))
+        if self.index == 0:
+            sync_tree(Path(command.folder))
+        return Answer()
+
+    def _export(self, command: Command) -> Answer:
+        self._worker.save_weights(command.folder)
         if self.index == 0:
             sync_tree(Path(command.folder))
         return Answer()
@@ -114,16 +132,20 @@ class Rank:
     def _optim_step(self, command: Command) -> Answer:
         given = msgspec.structs.asdict(command.adam or ClientAdam())
         adam = AdamParams(lr=given.pop("learning_rate"), **given)
-        outcome = self._worker.optim_step(adam, model_key(command.model))
+        outcome = self._worker.optim_step(adam, self._key(command.model))
         self._save(command)
         return Answer(metrics={"grad_norm": outcome.grad_norm, "step": float(outcome.step)})
+
+    def _key(self, model: str) -> str | None:
+        """Name of a model's adapter in the engine, which allows no dots, colons or slashes; None: all weights."""
+        return None if self._config.is_full else model.replace(":", "-").replace(".", "-")
 
     # Passes
 
     def _forward(self, command: Command) -> Answer:
         """Run the rows of all requests in one pass. Requests whose own rows are wrong fail alone."""
         requests = [decode_forward_backward(body) for _, body in command.requests]
-        models = [model_key(model) for model, _ in command.requests]
+        models = [self._key(model) for model, _ in command.requests]
         results, errors = [b""] * len(requests), [""] * len(requests)
         rows: list[tuple[int, TrainingRow]] = []
         losses: dict[str | None, Any] = {}
@@ -144,7 +166,7 @@ class Rank:
 
     def _pass(
         self,
-        models: Sequence[str],
+        models: Sequence[str | None],
         rows: Sequence[tuple[int, TrainingRow]],
         losses: dict[str | None, Any],
         *,
@@ -179,12 +201,7 @@ class Rank:
         return found
 
 
-def model_key(model: str) -> str:
-    """Name of a model's adapter in the engine, which allows no dots, colons or slashes."""
-    return model.replace(":", "-").replace(".", "-")
-
-
-def training_row(model: str, row: Row) -> TrainingRow:
+def training_row(model: str | None, row: Row) -> TrainingRow:
     """Row of a request as the worker takes it."""
     return TrainingRow(
         adapter=model,

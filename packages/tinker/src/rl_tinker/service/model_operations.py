@@ -103,12 +103,12 @@ class ModelOperations:
                 case Kind.OPTIM_STEP:
                     return await self._optim_step(model, msgspec.json.decode(operation.body, type=OptimStep))
                 case Kind.SAVE:
-                    return self._save(model, msgspec.json.decode(operation.body, type=SaveWeights))
+                    return await self._save(model, msgspec.json.decode(operation.body, type=SaveWeights))
                 case Kind.SAVE_EXTERNAL:
-                    return self._save_external(model, msgspec.json.decode(operation.body, type=SaveExternal))
+                    return await self._save_external(model, msgspec.json.decode(operation.body, type=SaveExternal))
                 case _:
                     request = msgspec.json.decode(operation.body, type=SaveWeightsForSampler)
-                    return self._save_for_sampler(model, request, operation.seq)
+                    return await self._save_for_sampler(model, request, operation.seq)
         except CommandError as error:
             return failure(str(error), is_user=True)
         except RequestError as error:
@@ -134,9 +134,7 @@ class ModelOperations:
         if checkpoint.kind != "training":
             raise RequestError(f"{request.path} was not saved by save_state; load one that was")
         if _shape(checkpoint) != _shape(model):
-            raise RequestError(
-                f"{request.path} is an adapter with {_shape(checkpoint)}, and {model.id} has {_shape(model)}"
-            )
+            raise RequestError(f"{request.path} has {_shape(checkpoint)}, and {model.id} has {_shape(model)}")
         await self._make_room([model])
         if model.id in self._resident:  # a fresh adapter: the old one's gradient goes
             await self._call(Verb.DROP, model)
@@ -161,16 +159,16 @@ class ModelOperations:
             return failure(str(error), is_user=True) | {"drops_gradient": True}
         return success(metrics=answer.metrics) | {"state": state, "steps": 1, "drops_gradient": True}
 
-    def _save(self, model: Model, request: SaveWeights) -> dict[str, Any]:
+    async def _save(self, model: Model, request: SaveWeights) -> dict[str, Any]:
         path = f"tinker://{model.id}/weights/{check_name(request.path or f'step-{model.step}')}"
         if path in self._store.checkpoints and not request.overwrite:
             raise RequestError(f"{path} exists; save it under another name, or with overwrite")
-        checkpoint = self._checkpoint(model, path, "training", request.ttl_seconds, request.user_metadata)
+        checkpoint = await self._checkpoint(model, path, "training", request.ttl_seconds, request.user_metadata)
         return success(path=path, type="save_weights") | {"records": [checkpoint]}
 
-    def _save_for_sampler(self, model: Model, request: SaveWeightsForSampler, seq: int) -> dict[str, Any]:
+    async def _save_for_sampler(self, model: Model, request: SaveWeightsForSampler, seq: int) -> dict[str, Any]:
         path = sampler_path(model.id, request, seq)
-        checkpoint = self._checkpoint(model, path, "sampler", request.ttl_seconds, request.user_metadata)
+        checkpoint = await self._checkpoint(model, path, "sampler", request.ttl_seconds, request.user_metadata)
         if request.path is not None:
             return success(path=path, type="save_weights_for_sampler") | {"records": [checkpoint]}
         sampler = Sampler(
@@ -182,18 +180,26 @@ class ModelOperations:
         result = success(sampling_session_id=sampler.id, type="save_weights_for_sampler")
         return result | {"records": [checkpoint, sampler]}
 
-    def _save_external(self, model: Model, request: SaveExternal) -> dict[str, Any]:
+    async def _save_external(self, model: Model, request: SaveExternal) -> dict[str, Any]:
         path = f"tinker://{model.id}/external_weights/{check_name(request.path)}"
-        checkpoint = self._checkpoint(model, path, "external", request.ttl_seconds, None)
+        checkpoint = await self._checkpoint(model, path, "external", request.ttl_seconds, None)
         saved = success(path=path, size_bytes=checkpoint.size_bytes, type="save_weights_external")
         return saved | {"records": [checkpoint]}
 
-    def _checkpoint(
+    async def _checkpoint(
         self, model: Model, path: str, kind: str, ttl_s: int | None, metadata: dict[str, Any] | None
     ) -> Checkpoint:
         """Checkpoint of the durable state, which is what the processes hold."""
         expires = expiry(ttl_s)
-        folder, size = self._store.link_checkpoint(model.state, with_optimizer=kind == "training")
+        if model.adapter is None and kind != "training":
+            await self._bring([model])
+            folder = self._store.new_state()
+            await self._group.call(
+                Command(verb=Verb.EXPORT, model=model.id, folder=str(self._store.checkpoints_folder / folder))
+            )
+            size = self._store.sync_checkpoint(folder)
+        else:
+            folder, size = self._store.link_checkpoint(model.state, with_optimizer=kind == "training")
         return Checkpoint(
             path=path,
             model=model.id,
@@ -248,4 +254,4 @@ def _shape(owner: Model | Checkpoint) -> str:
     if adapter is None:
         return "all weights"
     named = {"attn": adapter.train_attn, "mlp": adapter.train_mlp, "unembed": adapter.train_unembed}
-    return f"rank {adapter.rank} on {', '.join(name for name, is_on in named.items() if is_on)}"
+    return f"an adapter of rank {adapter.rank} on {', '.join(name for name, is_on in named.items() if is_on)}"

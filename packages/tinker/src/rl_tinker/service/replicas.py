@@ -8,6 +8,7 @@ import math
 import os
 from collections import OrderedDict
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,6 @@ from rl_tinker.errors import ConfigError, QuotaError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -39,7 +39,8 @@ def check_replicas(config: ServeConfig, model_folder: str) -> None:
         ConfigError: the backend is unknown, or takes no adapters while it runs.
     """
     try:
-        check_options({"max_adapters": 1}, load_backend(config.server_backend).OPTIONS, config.server_backend)
+        if not config.is_full:
+            check_options({"max_adapters": 1}, load_backend(config.server_backend).OPTIONS, config.server_backend)
         _replica(config, model_folder)
     except RolloutError as error:
         raise ConfigError(
@@ -55,7 +56,7 @@ def _replica(config: ServeConfig, model_folder: str) -> RolloutServer:
         timeout_s=config.timeout_s,
         dtype=config.dtype,
         parallel=ServerParallel(tp=config.server_tp),
-        options={"max_adapters": config.max_adapters},
+        options={} if config.is_full else {"max_adapters": config.max_adapters},
     )
     return launch_server(config.server_backend, found)
 
@@ -79,6 +80,13 @@ class Replicas:
         """Name of each adapter in the servers by the folder of its checkpoint, the one used last at the end."""
         self._users: dict[str, int] = {}
         self._lock = asyncio.Lock()
+        self._weights: str | None = ""
+        """Folder of the checkpoint whose weights the servers have, where all of them are trained; empty: the base
+        model's; None: not known, since a transfer failed."""
+        self._num_users = 0
+        """Samples that use these weights."""
+        self._is_unused = asyncio.Event()
+        self._is_unused.set()
         self._generation = 0
 
     async def start(self) -> None:
@@ -96,6 +104,7 @@ class Replicas:
         self._receiver = create_receiver(self._sender.address, timeout_s=self._config.timeout_s)
         self._router, self._version = router, 0
         self._loaded.clear()
+        self._weights = ""
         self._generation += 1
 
     async def stop(self) -> None:
@@ -137,8 +146,15 @@ class Replicas:
 
     @asynccontextmanager
     async def adapter(self, checkpoint: Checkpoint | None) -> AsyncGenerator[str | None]:
-        """Name of a checkpoint's adapter in the servers, which stays there inside; None for the base model."""
-        if checkpoint is None or checkpoint.adapter is None:
+        """Name of a checkpoint's adapter in the servers, which stays there inside; None for the base model.
+
+        Where all weights are trained, the servers have those of the checkpoint inside.
+        """
+        if self._config.is_full:
+            async with self._whole("" if checkpoint is None else checkpoint.folder):
+                yield None
+            return
+        if checkpoint is None:
             yield None
             return
         folder = checkpoint.folder
@@ -153,6 +169,25 @@ class Replicas:
             self._users[folder] -= 1
             if not self._users[folder]:
                 del self._users[folder]
+
+    @asynccontextmanager
+    async def _whole(self, folder: str) -> AsyncGenerator[None]:
+        """Have all servers use the weights of a folder, once no sample uses others; first come, first served."""
+        async with self._lock:
+            if self._weights != folder:
+                await self._is_unused.wait()
+                self._weights = None
+                source = self._folder / folder if folder else Path(self._model_folder)
+                await self._send(await asyncio.to_thread(whole_tensors, source))
+                self._weights = folder
+            self._num_users += 1
+            self._is_unused.clear()
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            if not self._num_users:
+                self._is_unused.set()
 
     async def _load(self, folder: str) -> None:
         """Send an adapter to all servers, in the room of the ones that were used least recently."""
@@ -187,6 +222,14 @@ class Replicas:
         finally:
             sending.cancel()  # a sender whose receivers have ended would wait for them to its deadline
             await asyncio.gather(sending, return_exceptions=True)
+
+
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a model folder."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
 
 
 def adapter_tensors(folder: Path) -> dict[str, Tensor]:

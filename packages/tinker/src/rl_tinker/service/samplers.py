@@ -48,6 +48,8 @@ class Samplers:
         self._store, self._replicas, self._stops, self._max_len = store, replicas, stops, max_len
         self._tasks: dict[str, tuple[str, asyncio.Task[bytes]]] = {}
         self._ended: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
+        """Sequences of each sample."""
         self.tokens_sampled = 0
         """Tokens since the start."""
 
@@ -56,8 +58,12 @@ class Samplers:
         return f"sample:{uuid.uuid4().hex}"
 
     def pending_of(self, tenant: Tenant) -> int:
-        """Number of a tenant's samples in progress."""
-        return sum(name == tenant.name and not task.done() for name, task in self._tasks.values())
+        """Number of a tenant's sequences in progress."""
+        return sum(
+            self._sizes[request_id]
+            for request_id, (name, task) in self._tasks.items()
+            if name == tenant.name and not task.done()
+        )
 
     @property
     def num_pending(self) -> int:
@@ -74,12 +80,18 @@ class Samplers:
         task = asyncio.create_task(self._sample(sampler, request, request_id), name=request_id)
         task.add_done_callback(lambda _: self._ended.setdefault(request_id, time.monotonic()))
         self._tasks[request_id] = (tenant.name, task)
+        self._sizes[request_id] = request.num_samples
+        ended = [each for each in self._ended if self._tasks[each][0] == tenant.name]
+        self._drop(ended[: max(len(ended) - tenant.max_pending, 0)])
 
     def expire(self) -> None:
         """Drop old results."""
         now = time.monotonic()
-        for request_id in [name for name, ended in self._ended.items() if now - ended > RESULT_S]:
-            del self._tasks[request_id], self._ended[request_id]
+        self._drop([name for name, ended in self._ended.items() if now - ended > RESULT_S])
+
+    def _drop(self, request_ids: list[str]) -> None:
+        for each in request_ids:
+            del self._tasks[each], self._ended[each], self._sizes[each]
 
     async def stop(self) -> None:
         """Cancel what is in progress. Idempotent."""

@@ -139,10 +139,11 @@ class Scheduler:
         while self._ended_sessions:
             session_id = self._ended_sessions.pop()
             for model in [each for each in self._store.models.values() if each.session == session_id]:
-                unloaded = msgspec.structs.replace(model, is_unloaded=True)
+                unloaded = msgspec.structs.replace(model, is_unloaded=True, state="")
                 await self._store.journal.write(db.put(unloaded), db.forget_bodies(model.id, 2**62))
                 self._store.forget_gradient(model)
                 self._store.apply([unloaded])
+                await self._store.remove_state(model.state)
                 await self._fail_waiting(model.id, "the session has ended")
         if self._checks_gaps:
             self._checks_gaps, now = False, time.time()

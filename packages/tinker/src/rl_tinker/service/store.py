@@ -27,6 +27,8 @@ RESULT_S = 3600.0
 """Seconds that the result of an operation stays available."""
 SESSION_S = 3600.0
 """Seconds without a heartbeat after which a session ends. Clients send one every 10 seconds."""
+ENDED_S = 30 * 86400.0
+"""Seconds that records of an ended session stay, and longer where a run of it has a checkpoint."""
 
 
 class Store:
@@ -49,6 +51,10 @@ class Store:
         self.operations: dict[str, Operation] = {each.id: each for each in self.journal.operations()}
         self.pending = Counter(each.tenant for each in self.operations.values() if each.status == Status.PENDING)
         """Number of each tenant's operations that wait or run."""
+        self.body_bytes: Counter[str] = Counter()
+        """Bytes of each tenant's requests that may still be needed."""
+        for each in self.operations.values():
+            self.body_bytes[each.tenant] += len(each.body)
         self._changed: dict[str, asyncio.Event] = {}
         self._remove_orphans()
 
@@ -112,6 +118,13 @@ class Store:
         sync_folder(target)
         sync_folder(self.checkpoints_folder)
         return name, size
+
+    def sync_checkpoint(self, folder: str) -> int:
+        """Make a checkpoint's folder, which training processes wrote, durable; returns its size in bytes."""
+        target = self.checkpoints_folder / folder
+        sync_folder(target)
+        sync_folder(self.checkpoints_folder)
+        return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
     async def remove_state(self, name: str) -> None:
         """Remove the folder of a state that no record names any more."""
@@ -199,6 +212,7 @@ class Store:
     def forget_gradient(self, model: Model) -> None:
         """Drop the requests of a gradient that is not needed again."""
         for each in self.gradient_of(model):
+            self.body_bytes[each.tenant] -= len(each.body)
             each.body = b""
 
     # Futures
@@ -215,9 +229,11 @@ class Store:
         """Add an operation that the journal has."""
         self.operations[operation.id] = operation
         self.pending[operation.tenant] += 1
+        self.body_bytes[operation.tenant] += len(operation.body)
 
     def end(self, operation: Operation) -> None:
         """Replace an operation by its committed outcome, and wake those who wait for it."""
+        self.body_bytes[operation.tenant] += len(operation.body) - len(self.operations[operation.id].body)
         self.operations[operation.id] = operation
         self.pending[operation.tenant] -= 1
         if (event := self._changed.pop(operation.id, None)) is not None:
@@ -237,10 +253,28 @@ class Store:
         await self.journal.write(*map(db.forget_operation, old), *map(db.put, silent))
         for operation in old:
             del self.operations[operation.id]
+        await self._forget_ended(now - ENDED_S)
         expired = [each for each in self.checkpoints.values() if each.expires is not None and each.expires < now]
         if expired:
             await self.remove_checkpoints(expired)
         return [each.id for each in silent]
+
+    async def _forget_ended(self, before: float) -> None:
+        """Delete the records of sessions that ended before a time, unless a run of theirs has a checkpoint."""
+        kept = {self.models[each.model].session for each in self.checkpoints.values() if each.model in self.models}
+        ended = {each.id for each in self.sessions.values() if each.finished and each.seen < before} - kept
+        if not ended:
+            return
+        models = [each for each in self.models.values() if each.session in ended]
+        samplers = [each for each in self.samplers.values() if each.session in ended]
+        records = [*models, *samplers, *(self.sessions[each] for each in ended)]
+        await self.journal.write(*map(db.delete, records), *(db.forget_curve(each.id) for each in models))
+        for each in models:
+            del self.models[each.id]
+        for each in samplers:
+            del self.samplers[each.id]
+        for name in ended:
+            del self.sessions[name]
 
 
 def is_optimizer_file(name: str) -> bool:

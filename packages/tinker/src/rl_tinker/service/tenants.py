@@ -26,7 +26,10 @@ class Tenant:
     max_models: int = 64
     """Most models that are loaded at the same time."""
     max_pending: int = 4096
-    """Most requests that wait or run; further ones are answered with 429, and clients send them again."""
+    """Most requests that wait or run, each sequence of a sample counted; further ones are answered with 429, and
+    clients send them again. Also most sessions at a time, and most results of samples that stay for a while."""
+    max_pending_mib: float = 2048.0
+    """Most MiB of requests that wait or run, or whose gradient no step has used yet."""
     max_checkpoint_gib: float = 1000.0
     """Most GiB of checkpoints."""
 
@@ -97,6 +100,7 @@ def _read(file: Path) -> dict[str, Tenant]:
 def _tenant(table: Any, where: str) -> tuple[str, Tenant]:
     kinds: dict[str, tuple[type, ...]] = {
         "name": (str,), "key_sha256": (str,), "max_models": (int,), "max_pending": (int,),
+        "max_pending_mib": (int, float),
         "max_checkpoint_gib": (int, float),
     }  # fmt: skip
     assert kinds.keys() - {"key_sha256"} == {field.name for field in fields(Tenant)}, "each field of Tenant is a key"

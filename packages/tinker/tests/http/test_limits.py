@@ -1,0 +1,212 @@
+"""What the server does not have, what it cancels, and what one tenant may ask of it, over HTTP as the SDK's wire."""
+
+import asyncio
+import http.client
+import json
+import threading
+from urllib.parse import urlsplit
+
+import pytest
+from packages.tinker.tests.service.test_durability import body
+from packages.tinker.tests.support import KEY, FakeReplicas, running
+
+from rl_bench.waiting import until
+from rl_tinker.service.tenants import key_digest
+from rl_tinker.testing import FakeGroup
+from rl_tinker.wire.protobuf import message
+
+pytestmark = pytest.mark.process
+OTHER = "tml-bob"
+PROMPT = {"chunks": [{"tokens": [5, 6]}]}
+
+
+class GatedReplicas(FakeReplicas):
+    """Replicas whose samples of a prompt that begins with 9 wait until the gate is opened."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    async def generate(self, request):
+        if request.prompt_token_ids[0] == 9:
+            await asyncio.to_thread(self.gate.wait, 30.0)
+        return await super().generate(request)
+
+
+class Client:
+    """Plain HTTP client of one tenant, with a session and a model."""
+
+    def __init__(self, server, key=KEY, lora=None):
+        self.host, self.key = urlsplit(server.url).netloc, key
+        self.session = self.post("/create_session", {})[1]["session_id"]
+        self.lora = {"rank": 2, "seed": 1} if lora is None else lora
+
+    def post(self, path, given):
+        connection = http.client.HTTPConnection(self.host, timeout=30)
+        content = given if isinstance(given, bytes) else json.dumps(given).encode()
+        connection.request("POST", f"/api/v1{path}", content, {"X-API-Key": self.key})
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        is_json = answer.headers.get("Content-Type", "").startswith("application/json")
+        return answer.status, json.loads(text) if text and is_json else text
+
+    def create(self, number=0, **more):
+        request = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny", "lora_config": self.lora}
+        return self.post("/create_model", request | more)
+
+    def ended(self, answer):
+        """Result of a future."""
+        status, future = answer
+        assert status == 200, future
+        return self.post("/retrieve_future", {"request_id": future["request_id"]})[1]
+
+    def passed(self, model, seq, num_rows=1):
+        request = message("ForwardBackwardRequest").FromString(body(1.0, model))
+        request.seq_id = seq
+        request.data.extend([request.data[0]] * (num_rows - 1))
+        return self.post("/forward_backward", request.SerializeToString())
+
+    def sample(self, **more):
+        return self.post(
+            "/asample", {"prompt": PROMPT, "sampling_params": {"max_tokens": 1}, "base_model": "tiny"} | more
+        )
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def server(tiny_model, tmp_path, gate):
+    keys = tmp_path / "keys.toml"
+    quotas = "max_pending = 4\nmax_pending_mib = 0.001\n"
+    keys.write_text(
+        f"[[tenant]]\nname = 'alice'\nkey_sha256 = '{key_digest(KEY)}'\n{quotas}"
+        f"[[tenant]]\nname = 'bob'\nkey_sha256 = '{key_digest(OTHER)}'\n"
+    )
+    replicas = GatedReplicas(gate)
+    with running(tmp_path / "s", tiny_model, replicas=replicas, model_name="tiny", keys=str(keys)) as server:
+        yield server
+        gate.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/no_such_endpoint", {}),
+        ("/create_model", {"lora_config": None}),
+        ("/create_model", {"optimizer_config": {"type": "muon"}}),
+        ("/optim_step", {"model_id": "m", "optimizer_params": {"lr": 1}}),
+        ("/save_weights_for_sampler", {"model_id": "m", "kind": "inflight"}),
+        ("/save_weights_external", {"model_id": "m", "path": "x", "age_encryption_recipients": ["a"]}),
+        ("/load_weights", {"path": "tinker://x", "optimizer": True, "weights_access_token": "t"}),
+        ("/asample", {"target_prompt_logprobs": [1]}),
+        ("/asample", {"prompt_alt_tokens_k": 2}),
+        ("/asample", {"record_stability_info": True}),
+        ("/asample", {"prompt": {"chunks": [{"type": "image", "tokens": []}]}}),
+    ],
+)
+def test_what_the_server_does_not_have_is_501(server, path, given):
+    client = Client(server)
+    if path == "/create_model":
+        status, answer = client.create(**given)
+    elif path == "/asample":
+        status, answer = client.sample(**given)
+    else:
+        status, answer = client.post(path, given)
+    assert (status, answer["type"]) == (501, "UnsupportedError")
+
+
+def test_a_cancelled_operation_fails_in_its_turn(server):
+    client = Client(server)
+    created = client.create()
+    model = client.ended(created)["model_id"]
+    step = {"model_id": model, "adam_params": {"learning_rate": 1.0}}
+    late = client.post("/optim_step", step | {"seq_id": 2})  # waits for number 1
+    assert client.post("/cancel_future", {"request_id": late[1]["request_id"]})[0] == 204
+    assert "result" not in client.ended(client.post("/optim_step", step | {"seq_id": 1}))
+    assert client.ended(late) == {"error": "cancelled", "category": "user"}
+    assert client.post("/cancel_future", {"request_id": late[1]["request_id"]})[0] == 204
+    assert client.ended(created)["model_id"] == model
+
+
+def test_a_cancelled_sample_ends(server):
+    client = Client(server)
+    sampled = client.sample(prompt={"chunks": [{"tokens": [9]}]})
+    assert Client(server, OTHER).post("/cancel_future", {"request_id": sampled[1]["request_id"]})[0] == 204
+    assert client.post("/cancel_future", {"request_id": sampled[1]["request_id"]})[0] == 204
+    assert client.ended(sampled) == {"error": "cancelled", "category": "user"}
+
+
+def test_a_flood_of_one_tenant_is_429_and_others_go_on(server, gate):
+    alice, bob = Client(server), Client(server, OTHER)
+    slow = {"prompt": {"chunks": [{"tokens": [9]}]}}
+    waiting = alice.sample(**slow, num_samples=3)
+    assert waiting[0] == 200
+    status, answer = alice.sample(num_samples=2)
+    assert (status, "3 requests and sequences" in answer["error"]) == (429, True)
+    assert alice.sample()[0] == 200
+    assert bob.ended(bob.sample(num_samples=8))
+    model = bob.ended(bob.create())["model_id"]
+    assert bob.ended(bob.passed(model, 1))
+    gate.set()
+    assert alice.ended(waiting)
+    assert alice.sample(num_samples=2)[0] == 200
+
+
+def test_bytes_that_wait_are_bounded(server):
+    client = Client(server)
+    model = client.ended(client.create())["model_id"]
+
+    assert client.ended(client.passed(model, 1, 20))  # alone it may be larger than the quota
+    status, answer = client.passed(model, 2, 20)
+    assert (status, "whose gradient no optim_step has used" in answer["error"]) == (429, True)
+    client.ended(client.post("/optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}))
+    assert client.passed(model, 3, 20)[0] == 200
+
+
+def test_sessions_are_bounded(server):
+    client = Client(server)
+    assert [client.post("/create_session", {})[0] for _ in range(4)] == [200, 200, 200, 429]
+    assert Client(server, OTHER).session
+
+
+def test_results_of_samples_are_bounded(server):
+    client = Client(server)
+    sampled = []
+    for _ in range(6):
+        sampled.append(client.sample())
+        assert client.ended(sampled[-1])
+    found = [client.post("/retrieve_future", {"request_id": each[1]["request_id"]})[0] for each in sampled]
+    assert found == [410, 200, 200, 200, 200, 200]
+
+
+def test_a_name_saved_again_is_sampled_anew(server):
+    client = Client(server)
+    model = client.ended(client.create())["model_id"]
+    save = {"model_id": model, "path": "same"}
+    path = client.ended(client.post("/save_weights_for_sampler", save | {"seq_id": 1}))["path"]
+    before = server.store.checkpoints[path].folder
+    assert client.ended(client.post("/save_weights_for_sampler", save | {"seq_id": 2}))["path"] == path
+    after = server.store.checkpoints[path].folder
+    assert before != after
+    until(lambda: [each.name for each in server.store.checkpoints_folder.iterdir()] == [after])
+    assert client.ended(client.sample(base_model=None, model_path=path))
+
+
+def test_all_weights_are_of_one_tenant(tiny_model, tmp_path):
+    group, rank0 = FakeGroup(), {"rank": 0}
+    with running(tmp_path / "s", tiny_model, group=group, model_name="tiny", training="full") as server:
+        alice, bob = Client(server, lora=rank0), Client(server, OTHER, lora=rank0)
+        model = alice.ended(alice.create())["model_id"]
+        assert alice.post("/get_info", {"model_id": model})[1]["is_lora"] is False
+        assert alice.ended(alice.create(1, lora_config=None))
+        assert alice.create(2, lora_config={"rank": 4})[0] == 501
+        assert bob.create()[0] == 429
+        assert alice.post(f"/sessions/{alice.session}/finish", {})[0] == 204
+        until(lambda: bob.create()[0] == 200)
+        assert bob.ended(bob.create())["model_id"]
