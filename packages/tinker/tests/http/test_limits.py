@@ -46,7 +46,7 @@ class Client:
         content = given if isinstance(given, bytes) else json.dumps(given).encode()
         connection.request("POST", f"/api/v1{path}", content, {"X-API-Key": self.key})
         answer = connection.getresponse()
-        text = answer.read()
+        self.headers, text = answer.headers, answer.read()
         connection.close()
         is_json = answer.headers.get("Content-Type", "").startswith("application/json")
         return answer.status, json.loads(text) if text and is_json else text
@@ -149,6 +149,7 @@ def test_a_flood_of_one_tenant_is_429_and_others_go_on(server, gate):
     assert waiting[0] == 200
     status, answer = alice.sample(num_samples=2)
     assert (status, "3 requests and sequences" in answer["error"]) == (429, True)
+    assert alice.headers["Retry-After"] == "1"
     assert alice.sample()[0] == 200
     assert bob.ended(bob.sample(num_samples=8))
     model = bob.ended(bob.create())["model_id"]
@@ -167,6 +168,14 @@ def test_bytes_that_wait_are_bounded(server):
     assert (status, "whose gradient no optim_step has used" in answer["error"]) == (429, True)
     client.ended(client.post("/optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}))
     assert client.passed(model, 3, 20)[0] == 200
+
+
+def test_a_body_that_is_too_large_is_413(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_tinker.http.app.MAX_BODY_BYTES", 1000)
+    with running(tmp_path / "s", tiny_model, model_name="tiny") as server:
+        client = Client(server)
+        assert client.post("/forward_backward", bytes(1001))[0] == 413
+        assert client.ended(client.create())["model_id"]
 
 
 def test_sessions_are_bounded(server):

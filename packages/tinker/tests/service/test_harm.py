@@ -193,3 +193,34 @@ def test_an_ended_run_leaves_no_state_and_later_no_record(tmp_path, monkeypatch)
             assert not store.journal.records(Session)
 
     asyncio.run(run())
+
+
+def test_disk_use_does_not_grow_over_ended_runs(tmp_path, monkeypatch):
+    """Runs with steps and checkpoints, each of whose sessions ends and whose checkpoint is deleted."""
+    monkeypatch.setattr("rl_tinker.service.store.ENDED_S", 0.0)
+    monkeypatch.setattr("rl_tinker.service.store.RESULT_S", -1.0)
+
+    async def run():
+        folder, sizes = tmp_path / "s", []
+        async with scheduled(folder, FakeGroup()) as (store, scheduler):
+            for number in range(24):
+                name, session = f"{number}:train:0", str(number)
+                store.apply([Session(id=session, tenant="a", created=0.0, seen=0.0)])
+                created = msgspec.structs.replace(new_model(name), session=session)
+                await scheduler.submit(operation(0, Kind.CREATE, b"", name), created)
+                content = msgspec.json.encode({"model_id": name, "path": "kept"})
+                work = [(Kind.FORWARD_BACKWARD, body(1.0, name)), (Kind.OPTIM_STEP, step(1.0)), (Kind.SAVE, content)]
+                sent = [operation(seq, *each, name) for seq, each in enumerate(work, 1)]
+                assert set(await ended(store, scheduler, *sent)) == {Status.DONE}
+                store.sessions[session].finished = "done"
+                scheduler.unload(session)
+                await asyncio.to_thread(until, lambda: not list((folder / "models").iterdir()))
+                await store.remove_checkpoints(list(store.checkpoints.values()))
+                await store.expire()
+                assert (len(store.models), set(store.sessions), len(store.operations)) == (0, {"s"}, 0)
+                assert not store.body_bytes.total()
+                sizes.append(sum(each.stat().st_size for each in folder.rglob("*.sqlite")))
+        assert not list((folder / "checkpoints").iterdir())
+        assert sizes[-1] <= max(sizes[:8])
+
+    asyncio.run(run())

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import zstandard
 from aiohttp import web
 
-from rl_tinker.errors import JournalError, NotAllowedError, RanksLostError, RequestError, UnsupportedError
+from rl_tinker.errors import JournalError, NotAllowedError, QuotaError, RanksLostError, RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from rl_tinker.service.tenants import Tenant, Tenants
 
 MAX_BODY_BYTES = 2**27
-"""Largest body of a request, as sent and after decompression."""
+"""Largest body of a request."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,7 +30,7 @@ class Call:
 
     tenant: Tenant
     body: bytes
-    """Body, decompressed."""
+    """Body."""
     path: Mapping[str, str]
     """Variable parts of the path."""
     query: Mapping[str, str]
@@ -114,7 +113,7 @@ class Application:
             tenant = self._tenants.of(request.headers.get("X-API-Key", ""))
             call = Call(
                 tenant=tenant,
-                body=await _body(request),
+                body=await request.read(),
                 path=request.match_info,
                 query=request.query,
                 origin=str(request.url.origin()),
@@ -148,23 +147,10 @@ async def _absent(call: Call) -> Any:
     raise UnsupportedError(f"rl-tinker has no endpoint /api/v1/{call.path['rest']} with this method")
 
 
-async def _body(request: web.Request) -> bytes:
-    body = await request.read()
-    if request.headers.get("Content-Encoding") == "zstd":
-        try:
-            reader = zstandard.ZstdDecompressor().stream_reader(body)
-            body = await asyncio.to_thread(reader.read, MAX_BODY_BYTES + 1)
-        except zstandard.ZstdError as error:
-            raise RequestError(f"the body cannot be decompressed as zstd: {error}") from error
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(
-                f"the decompressed body is larger than {MAX_BODY_BYTES} bytes; send fewer rows at a time"
-            )
-    return body
-
-
 def _error(error: Exception, status: int) -> web.Response:
     headers = {"x-should-retry": "false"} if status == UnsupportedError.status else {}
+    if isinstance(error, QuotaError):
+        headers["Retry-After"] = "1"
     if isinstance(error, NotAllowedError):
         headers["WWW-Authenticate"] = "X-API-Key"
     body = {"error": str(error), "type": type(error).__name__}

@@ -264,7 +264,10 @@ class Scheduler:
         replaced = [old for each in records if (old := self._store.replaced_by(each)) is not None]
         self._store.apply(records)
         self._store.end(ended)
-        self._queues[model.id].pop(operation.seq, None)
+        queue = self._queues[model.id]
+        del queue[operation.seq]
+        if not queue:  # a model of an empty queue may be deleted
+            del self._queues[model.id]
         if changed.state != model.state:
             await self._store.remove_state(model.state)
         await self._store.remove_folders(replaced)
