@@ -75,7 +75,7 @@ install() {
 # date; a test's third record in a week fails the tier, as does a second failure.
 run_tests() (
   export OMP_NUM_THREADS=1
-  if uv run --no-sync pytest -n 2 --dist loadfile; then return; fi
+  if uv run --no-sync pytest -n 2 --dist loadfile --no-loadscope-reorder; then return; fi
   cp .pytest_cache/v/cache/lastfailed "${scratch}/failed"
   python3 tools/unsteady.py --few "${scratch}/failed" &&
     uv run --no-sync pytest --last-failed --last-failed-no-failures none && python3 tools/unsteady.py "${scratch}/failed"

@@ -30,13 +30,22 @@ MAX_SLEEP_S = 0.2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give `core` to every test with the mark of no other tier.
+    """Give `core` to every test with the mark of no other tier; files that start processes come first.
 
-    The conftests of packages, which pytest calls first, mark what uses a fixture that starts processes.
+    The conftests of packages, which pytest calls first, mark what uses a fixture that starts processes. Files of quick
+    tests come last, so that the workers of a parallel run end together.
     """
+    slow_files: set[str] = set()
     for item in items:
         if OTHER_TIERS.isdisjoint(mark.name for mark in item.iter_markers()):
             item.add_marker("core")
+        else:
+            slow_files.add(_file_of(item))
+    items.sort(key=lambda item: _file_of(item) not in slow_files)
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 class Costs:

@@ -134,7 +134,7 @@ def test_sigterm_to_every_process_of_a_run_is_a_checkpoint(model, tmp_path):
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_step_that_waits_for_rewards_is_given_up(model, tmp_path):
     mark = tmp_path / "slow"

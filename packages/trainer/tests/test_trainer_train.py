@@ -136,7 +136,7 @@ def test_losses_advantages_and_stages_read_columns_and_tags(start):
     assert run.metrics[1]["grad_norm"] > 0
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_rows_come_as_a_dataset_or_as_a_path_too(start, tmp_path):
     datasets = pytest.importorskip("datasets")
     file = tmp_path / "rows.jsonl"
@@ -197,7 +197,7 @@ def test_steps_arrive_during_the_run_and_it_ends_on_request(start):
     assert run.summary["interrupted"]
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_it_runs_where_an_event_loop_runs_already(start):
     async def cell():
         return start(reward=lambda text, row: 1.0, steps=1)

@@ -20,7 +20,8 @@ NEEDS_BROWSER = [
     pytest.mark.skipif(not HAS_BROWSER, reason="there is no chromium on the path"),
 ]
 RECIPES = ["gym", "search", "self_play", "harness"]
-WITH_BROWSER = [*RECIPES, pytest.param("gui", marks=NEEDS_BROWSER)]
+STEPPED = [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
+WITH_BROWSER = [*STEPPED, pytest.param("gui", marks=NEEDS_BROWSER)]
 
 
 def run(folder, *words, timeout_s):

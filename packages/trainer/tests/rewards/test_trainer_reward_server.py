@@ -139,7 +139,7 @@ def test_its_end_is_that_of_its_keeper(reward_model, number):
 
 
 @pytest.mark.promise("What rl-rm writes, `rl-serve --task score` serves")
-@pytest.mark.process
+@pytest.mark.slow
 def test_what_rl_rm_writes_rl_serve_scores(model, tmp_path):
     """The folder of one command line is what the other takes, in processes of their own; the scores are the model's."""
     import torch

@@ -98,6 +98,7 @@ def test_differences_or_whole_slices_go_by_version_held(qwen3_folder):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_misfit_is_not_installed_and_the_old_version_serves(qwen3_folder):
     weights = load_weights(qwen3_folder)
     name = "model.norm.weight"

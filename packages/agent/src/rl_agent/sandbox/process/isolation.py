@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -322,6 +323,10 @@ def drop_privileges() -> None:
     _checked(_capset(_CAPABILITY_HEADER, _NO_CAPABILITIES), "capset")
 
 
+KILL_S = 60.0
+"""Seconds after which processes that were killed and are still there are an error."""
+
+
 def descendants(pid: int) -> list[int]:
     """Descendants of a process, from /proc."""
     return list(_family(pid))
@@ -353,17 +358,16 @@ def kill_descendants(pid: int) -> None:
 
     By group first: the kernel ends a whole group at once, forks in the making included.
     """
-    own = os.getpgid(pid)
-    for _ in range(1000):
-        found = _family(pid)
-        if not found:
-            return
+    own, deadline = os.getpgid(pid), time.monotonic() + KILL_S
+    while found := _family(pid):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"process {pid} has {len(found)} descendants {KILL_S:.0f} s after they were killed")
         for group in set(found.values()) - {own, 0}:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         for each in found:
             _kill(each, signal.SIGKILL)
-    raise RuntimeError(f"process {pid} still has descendants after 1000 rounds of killing them")
+        os.sched_yield()  # a killed process ends once it gets a processor
 
 
 def reap() -> None:
