@@ -5,10 +5,8 @@ import math
 import numpy as np
 import pytest
 import tinker
-from packages.tinker.tests.support import KEY, FakeReplicas, running
+from packages.tinker.tests.support import KEY, FakeGroup, FakeReplicas, running
 from tinker import types
-
-from rl_tinker.testing import FakeGroup
 
 pytestmark = [
     pytest.mark.process,

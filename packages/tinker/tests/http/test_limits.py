@@ -8,11 +8,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from packages.tinker.tests.service.test_durability import body
-from packages.tinker.tests.support import KEY, FakeReplicas, running
+from packages.tinker.tests.support import KEY, FakeGroup, FakeReplicas, running
 
 from rl_bench.waiting import until
 from rl_tinker.service.tenants import key_digest
-from rl_tinker.testing import FakeGroup
 from rl_tinker.wire.protobuf import message
 
 pytestmark = pytest.mark.process

@@ -8,11 +8,11 @@ import time
 
 import msgspec
 import pytest
+from packages.tinker.tests.support import FakeGroup
 
 from rl_tinker.errors import JournalError
 from rl_tinker.service.scheduler import Scheduler
 from rl_tinker.service.store import Store
-from rl_tinker.testing import FakeGroup
 from rl_tinker.types import AdapterSpec, Kind, Model, Operation, Session, Status
 from rl_tinker.wire.protobuf import message
 

@@ -6,11 +6,11 @@ import sqlite3
 import msgspec
 import pytest
 from packages.tinker.tests.service.test_durability import MODEL, body, new_model, operation, scheduled, step
+from packages.tinker.tests.support import FakeGroup
 
 from rl_bench.waiting import until
 from rl_tinker import journal as db
 from rl_tinker.errors import CommandError
-from rl_tinker.testing import FakeGroup
 from rl_tinker.types import Kind, Model, Session, Status, Verb
 
 OTHER = "s:train:1"

@@ -182,36 +182,34 @@ class TrainingRoutes:
 
     async def save_weights(self, call: Call) -> Any:
         """Queue a checkpoint of weights and optimizer."""
-        request = call.json(api.SaveWeights)
-        return await self._save(call, request.model_id, request.seq_id, Kind.SAVE, request.path, request.ttl_seconds)
+        return await self._save(call, Kind.SAVE)
 
     async def save_weights_for_sampler(self, call: Call) -> Any:
         """Queue a checkpoint of weights to sample from."""
-        request = call.json(api.SaveWeightsForSampler)
-        if request.kind == "inflight":
-            raise UnsupportedError("kind='inflight' is not available here; sampling clients are snapshots")
-        kind = Kind.SAVE_FOR_SAMPLER
-        return await self._save(call, request.model_id, request.seq_id, kind, request.path, request.ttl_seconds)
+        return await self._save(call, Kind.SAVE_FOR_SAMPLER)
 
     async def save_weights_external(self, call: Call) -> Any:
         """Queue a checkpoint in peft's format, to download."""
-        request = call.json(api.SaveExternal)
+        return await self._save(call, Kind.SAVE_EXTERNAL)
+
+    async def _save(self, call: Call, kind: Kind) -> Any:
+        request = call.json(api.Save)
+        if request.kind == "inflight":
+            raise UnsupportedError("kind='inflight' is not available here; sampling clients are snapshots")
         if request.age_encryption_recipients:
             raise UnsupportedError("age_encryption_recipients: encrypted exports are not available here")
-        kind = Kind.SAVE_EXTERNAL
-        return await self._save(call, request.model_id, request.seq_id, kind, request.path, request.ttl_seconds)
-
-    async def _save(self, call: Call, model_id: str, seq: int, kind: Kind, name: str | None, ttl_s: int | None) -> Any:
-        if name is not None:
-            api.check_name(name)
-        api.expiry(ttl_s)
+        if request.path is not None:
+            api.check_name(request.path)
+        elif kind == Kind.SAVE_EXTERNAL:
+            raise RequestError("save_weights_external needs a path, the name of the checkpoint")
+        api.expiry(request.ttl_seconds)
         used = sum(each.size_bytes for each in self._store.checkpoints.values() if each.tenant == call.tenant.name)
         if used >= call.tenant.max_checkpoint_gib * _GIB:
             raise RequestError(
                 f"{call.tenant.name} has {used / _GIB:.1f} GiB of checkpoints, and its quota is "
                 f"{call.tenant.max_checkpoint_gib} GiB; delete some"
             )
-        return await self._submit(call, self._store.model(call.tenant, model_id), seq, kind)
+        return await self._submit(call, self._store.model(call.tenant, request.model_id), request.seq_id, kind)
 
     async def load_weights(self, call: Call) -> Any:
         """Queue a load of a checkpoint, onto a model or as a new one."""

@@ -5,6 +5,7 @@ Every rank runs every command; the rows of a pass are dealt out, and their log-p
 
 from __future__ import annotations
 
+import select
 import socket
 import sys
 from datetime import timedelta
@@ -220,7 +221,6 @@ def main() -> None:
     if rank.index == 0:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(path)
-        connection.settimeout(TICK_S)
     while True:
         frame = rank.share(_next_frame(connection))
         if frame == _CLOSED:
@@ -228,9 +228,7 @@ def main() -> None:
         if frame != _TICK:
             answer = commands.encode(rank.run(commands.decode_command(frame)))
             if connection is not None:
-                connection.settimeout(None)
                 connection.sendall(commands.LENGTH.pack(len(answer)) + answer)
-                connection.settimeout(TICK_S)
 
 
 _TICK, _CLOSED = b"", b"closed"
@@ -240,11 +238,15 @@ def _next_frame(connection: socket.socket | None) -> bytes:
     """Next command at rank 0: a tick if none came in time, `_CLOSED` if the server is gone."""
     if connection is None:
         return _TICK
-    try:
-        frame = commands.read_frame(connection)
-    except TimeoutError:
+    if not select.select([connection], [], [], TICK_S)[0]:
         return _TICK
-    return _CLOSED if frame is None else frame
+    try:
+        header = connection.recv(commands.LENGTH.size, socket.MSG_WAITALL)
+        if len(header) < commands.LENGTH.size:
+            return _CLOSED
+        return connection.recv(commands.LENGTH.unpack(header)[0], socket.MSG_WAITALL)
+    except ConnectionError:
+        return _CLOSED
 
 
 if __name__ == "__main__":

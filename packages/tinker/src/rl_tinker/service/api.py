@@ -70,36 +70,17 @@ class OptimStep(msgspec.Struct, kw_only=True):
     optimizer_params: Any = None
 
 
-class SaveWeights(msgspec.Struct, kw_only=True):
-    """`save_weights`."""
+class Save(msgspec.Struct, kw_only=True):
+    """`save_weights`, `save_weights_for_sampler` and `save_weights_external`."""
 
     model_id: str
     seq_id: int = 0
     path: str | None = None
     ttl_seconds: int | None = None
-    overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
-
-
-class SaveWeightsForSampler(msgspec.Struct, kw_only=True):
-    """`save_weights_for_sampler`."""
-
-    model_id: str
-    seq_id: int = 0
-    path: str | None = None
+    overwrite: bool = False
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, Any] | None = None
-
-
-class SaveExternal(msgspec.Struct, kw_only=True):
-    """`save_weights_external`."""
-
-    model_id: str
-    path: str
-    seq_id: int = 0
-    ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
 
 
@@ -212,7 +193,7 @@ def expiry(ttl_s: int | None) -> float | None:
     return time.time() + ttl_s
 
 
-def sampler_path(model_id: str, request: SaveWeightsForSampler, seq: int) -> str:
+def sampler_path(model_id: str, request: Save, seq: int) -> str:
     """Path of the checkpoint that a `save_weights_for_sampler` makes.
 
     Raises:

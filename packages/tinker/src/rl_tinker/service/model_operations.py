@@ -13,9 +13,7 @@ from rl_tinker.errors import CommandError, RequestError
 from rl_tinker.service.api import (
     LoadWeights,
     OptimStep,
-    SaveExternal,
-    SaveWeights,
-    SaveWeightsForSampler,
+    Save,
     check_name,
     expiry,
     sampler_path,
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from rl_tinker.types import AdamParams, Answer, Model, Operation
 
 PROTOBUF = "application/x-protobuf"
+_KINDS = {Kind.SAVE: "training", Kind.SAVE_FOR_SAMPLER: "sampler", Kind.SAVE_EXTERNAL: "external"}
+"""Kind of the checkpoint that an operation makes."""
 
 
 def failure(error: str, *, is_user: bool) -> dict[str, Any]:
@@ -102,16 +102,9 @@ class ModelOperations:
                     return await self._load(model, msgspec.json.decode(operation.body, type=LoadWeights))
                 case Kind.OPTIM_STEP:
                     return await self._optim_step(model, msgspec.json.decode(operation.body, type=OptimStep))
-                case Kind.SAVE:
-                    return await self._save(model, msgspec.json.decode(operation.body, type=SaveWeights))
-                case Kind.SAVE_EXTERNAL:
-                    return await self._save_external(model, msgspec.json.decode(operation.body, type=SaveExternal))
                 case _:
-                    request = msgspec.json.decode(operation.body, type=SaveWeightsForSampler)
-                    return await self._save_for_sampler(model, request, operation.seq)
-        except CommandError as error:
-            return failure(str(error), is_user=True)
-        except RequestError as error:
+                    return await self._save(operation, model, msgspec.json.decode(operation.body, type=Save))
+        except (CommandError, RequestError) as error:
             return failure(str(error), is_user=True)
 
     async def _call(self, verb: Verb, model: Model, state: str = "", adam: AdamParams | None = None) -> Answer:
@@ -159,32 +152,28 @@ class ModelOperations:
             return failure(str(error), is_user=True) | {"drops_gradient": True}
         return success(metrics=answer.metrics) | {"state": state, "steps": 1, "drops_gradient": True}
 
-    async def _save(self, model: Model, request: SaveWeights) -> dict[str, Any]:
-        path = f"tinker://{model.id}/weights/{check_name(request.path or f'step-{model.step}')}"
-        if path in self._store.checkpoints and not request.overwrite:
+    async def _save(self, operation: Operation, model: Model, request: Save) -> dict[str, Any]:
+        """Checkpoint under the name of the request; only `save_state` asks whether that may replace another."""
+        kind = _KINDS[operation.kind]
+        if kind == "sampler":
+            path = sampler_path(model.id, request, operation.seq)
+        else:
+            folder = "weights" if kind == "training" else "external_weights"
+            path = f"tinker://{model.id}/{folder}/{check_name(request.path or f'step-{model.step}')}"
+        if kind == "training" and path in self._store.checkpoints and not request.overwrite:
             raise RequestError(f"{path} exists; save it under another name, or with overwrite")
-        checkpoint = await self._checkpoint(model, path, "training", request.ttl_seconds, request.user_metadata)
-        return success(path=path, type="save_weights") | {"records": [checkpoint]}
-
-    async def _save_for_sampler(self, model: Model, request: SaveWeightsForSampler, seq: int) -> dict[str, Any]:
-        path = sampler_path(model.id, request, seq)
-        checkpoint = await self._checkpoint(model, path, "sampler", request.ttl_seconds, request.user_metadata)
-        if request.path is not None:
-            return success(path=path, type="save_weights_for_sampler") | {"records": [checkpoint]}
+        checkpoint = await self._checkpoint(model, path, kind, request.ttl_seconds, request.user_metadata)
+        if kind != "sampler" or request.path is not None:
+            size = {"size_bytes": checkpoint.size_bytes} if kind == "external" else {}
+            return success(path=path, type=operation.kind, **size) | {"records": [checkpoint]}
         sampler = Sampler(
             id=f"{model.session}:sample:{request.sampling_session_seq_id}",
             session=model.session,
             tenant=model.tenant,
             checkpoint=path,
         )
-        result = success(sampling_session_id=sampler.id, type="save_weights_for_sampler")
+        result = success(sampling_session_id=sampler.id, type=operation.kind)
         return result | {"records": [checkpoint, sampler]}
-
-    async def _save_external(self, model: Model, request: SaveExternal) -> dict[str, Any]:
-        path = f"tinker://{model.id}/external_weights/{check_name(request.path)}"
-        checkpoint = await self._checkpoint(model, path, "external", request.ttl_seconds, None)
-        saved = success(path=path, size_bytes=checkpoint.size_bytes, type="save_weights_external")
-        return saved | {"records": [checkpoint]}
 
     async def _checkpoint(
         self, model: Model, path: str, kind: str, ttl_s: int | None, metadata: dict[str, Any] | None

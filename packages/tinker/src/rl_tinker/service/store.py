@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_tinker import journal as db
 from rl_tinker.durable import sync_folder
@@ -17,12 +17,13 @@ from rl_tinker.errors import GoneError, NotFoundError
 from rl_tinker.types import Checkpoint, Kind, Model, Sampler, Session, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from rl_tinker.service.tenants import Tenant
     from rl_tinker.types import Operation
 
+R = TypeVar("R", Session, Model, Sampler)
 RESULT_S = 3600.0
 """Seconds that the result of an operation stays available."""
 SESSION_S = 3600.0
@@ -157,34 +158,18 @@ class Store:
             NotFoundError: the tenant has no such session.
             GoneError: it has ended.
         """
-        found = self.sessions.get(session_id)
-        if found is None or found.tenant != tenant.name:
-            raise NotFoundError(f"there is no session {session_id!r}")
+        found = _owned(self.sessions, tenant, session_id, "session")
         if found.finished:
             raise GoneError(f"session {session_id} has ended ({found.finished}); create a new ServiceClient")
         return found
 
     def model(self, tenant: Tenant, model_id: str) -> Model:
-        """Model of a tenant.
-
-        Raises:
-            NotFoundError: the tenant has no such model.
-        """
-        found = self.models.get(model_id)
-        if found is None or found.tenant != tenant.name:
-            raise NotFoundError(f"there is no training run {model_id!r}")
-        return found
+        """Model of a tenant, or NotFoundError."""
+        return _owned(self.models, tenant, model_id, "training run")
 
     def sampler(self, tenant: Tenant, sampler_id: str) -> Sampler:
-        """Sampling session of a tenant.
-
-        Raises:
-            NotFoundError: the tenant has no such sampling session.
-        """
-        found = self.samplers.get(sampler_id)
-        if found is None or found.tenant != tenant.name:
-            raise NotFoundError(f"there is no sampling session {sampler_id!r}")
-        return found
+        """Sampling session of a tenant, or NotFoundError."""
+        return _owned(self.samplers, tenant, sampler_id, "sampling session")
 
     def checkpoint(self, tenant: Tenant, path: str, *, own: bool = False) -> Checkpoint:
         """Checkpoint that a tenant may read: its own, or a published one.
@@ -275,6 +260,13 @@ class Store:
             del self.samplers[each.id]
         for name in ended:
             del self.sessions[name]
+
+
+def _owned(records: Mapping[str, R], tenant: Tenant, name: str, what: str) -> R:
+    found = records.get(name)
+    if found is None or found.tenant != tenant.name:
+        raise NotFoundError(f"there is no {what} {name!r}")
+    return found
 
 
 def is_optimizer_file(name: str) -> bool:
