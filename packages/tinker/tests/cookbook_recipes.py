@@ -55,8 +55,6 @@ def rl_basic():
 def rl_loop():
     from tinker_cookbook.recipes import rl_loop
 
-    # The recipe asks the cookbook's table of models for the renderer, which does not know a local folder.
-    rl_loop.model_info.get_recommended_renderer_name = lambda _: "role_colon"
     rl_loop.main(
         rl_loop.Config(
             **common, batch_size=2, group_size=4, max_tokens=12, lora_rank=8, max_steps=2, save_every=1,

@@ -22,6 +22,8 @@ from rl_tinker.service.replicas import Replicas
 from rl_tinker.types import ServeConfig
 
 PYTHON = os.environ.get("TINKER_COOKBOOK_PYTHON", "")
+NAME = "meta-llama/Llama-3.1-8B"
+"""Name that the server has for the tiny model, so that the cookbook's table of models has its renderer."""
 RECIPES = Path(__file__).with_name("cookbook_recipes.py")
 pytestmark = [
     pytest.mark.integration,
@@ -40,14 +42,18 @@ def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     config = ServeConfig(model_path=str(model), output_dir=str(folder), dtype="float32", max_model_len=2048)
     group, replicas = ElasticGroup(config, str(model)), Replicas(config, str(model), folder / "checkpoints")
-    with running(folder, model, group=group, replicas=replicas, max_model_len=2048, dtype="float32") as server:
+    with running(
+        folder, model, group=group, replicas=replicas, model_name=NAME, max_model_len=2048, dtype="float32"
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Local data sets under the names of the hub's, in the working folder of the recipes."""
+def data(model, tmp_path_factory):
+    """The model and local data sets under the names of the hub's, in the working folder of the recipes."""
     folder = tmp_path_factory.mktemp("data")
+    (folder / NAME).parent.mkdir()
+    (folder / NAME).symlink_to(model)
     chats = [
         [{"role": "user", "content": f"what is {i} + {i}?"}, {"role": "assistant", "content": f"it is {2 * i}."}]
         for i in range(200)
@@ -75,7 +81,7 @@ def write_data_set(folder, config, rows):
 
 def run(recipe, server, data):
     environment = os.environ | {"TINKER_API_KEY": f"tml-{recipe}", "HF_HUB_OFFLINE": "1"}
-    command = [PYTHON, str(RECIPES), recipe, server.url, server.config.model_path]
+    command = [PYTHON, str(RECIPES), recipe, server.url, NAME]
     done = subprocess.run(command, cwd=data, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in (data / f"logs/{recipe}/metrics.jsonl").read_text().splitlines()]

@@ -130,7 +130,7 @@ def train(url, done, rank):
         while not done(len(norms)):
             futures = [client.forward_backward([datum(row)], "cross_entropy") for row in ROWS]
             futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
-            norms.append(futures[-1].result(300).metrics["grad_norm"])
+            norms.append(futures[-1].result(900).metrics["grad_norm"])
         sampler = client.save_weights_and_get_sampling_client().result(300)
         params = types.SamplingParams(max_tokens=4, temperature=0)
         samples.append(sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 1, params).result(300).sequences[0].tokens)
@@ -155,22 +155,32 @@ def checkpoint_folder(folder, path):
 
 def check_against_twin(tiny_model, tmp_path, num_kills, *options, rank=2):
     """Kill at random moments, and compare every step and the last state with an undisturbed run."""
-    generator, killed = random.Random(1), []
+    generator, killed, num_steps = random.Random(1), [], [0]
     with supervised(tiny_model, tmp_path / "killed", *options) as supervisor:
         stop = threading.Event()
 
         def harass():
-            while len(killed) < num_kills and not stop.wait(generator.uniform(0.05, 3.0)):
+            while len(killed) < num_kills:
+                before = num_steps[0]
                 if generator.random() < 0.5:  # else it may be in the middle of its start
-                    supervisor.wait()
+                    while num_steps[0] == before and not stop.wait(0.02):
+                        pass
+                if stop.wait(generator.uniform(0.05, 3.0)):
+                    return
                 kind = KINDS[len(killed) % len(KINDS)]
                 if supervisor.kill(kind):
                     killed.append(kind)
+                    supervisor.log.write(f"kill {len(killed)}: {kind} after step {num_steps[0]}\n")
+                    supervisor.log.flush()
+
+        def is_done(number):
+            num_steps[0] = number
+            return len(killed) >= num_kills and number >= 4
 
         thread = threading.Thread(target=harass, daemon=True)
         thread.start()
         try:
-            norms, samples, path = train(supervisor.url, lambda number: len(killed) >= num_kills and number >= 4, rank)
+            norms, samples, path = train(supervisor.url, is_done, rank)
         finally:
             stop.set()
             thread.join()

@@ -11,6 +11,8 @@ from packages.tinker.tests.support import FakeGroup
 from rl_bench.waiting import until
 from rl_tinker import journal as db
 from rl_tinker.errors import CommandError
+from rl_tinker.service.scheduler import Scheduler
+from rl_tinker.service.store import Store
 from rl_tinker.types import Kind, Model, Session, Status, Verb
 
 OTHER = "s:train:1"
@@ -191,6 +193,40 @@ def test_an_ended_run_leaves_no_state_and_later_no_record(tmp_path, monkeypatch)
             await store.expire()
             assert not store.models
             assert not store.journal.records(Session)
+
+    asyncio.run(run())
+
+
+def test_checkpoints_without_a_name_end_with_their_session(tmp_path):
+    async def run():
+        async with scheduled(tmp_path / "s", FakeGroup()) as (store, scheduler):
+            unnamed = msgspec.json.encode({"model_id": MODEL, "sampling_session_seq_id": 1})
+            sent = operation(0, Kind.CREATE, b""), operation(1, Kind.SAVE_FOR_SAMPLER, unnamed)
+            named = saved(2, "kept", Kind.SAVE_FOR_SAMPLER), saved(3, "ephemeral-9", Kind.SAVE_FOR_SAMPLER)
+            assert await ended(store, scheduler, *sent, *named) == [Status.DONE] * 3 + [Status.FAILED]
+            assert len(store.checkpoints) == 2
+            scheduler.unload("s")
+            await asyncio.to_thread(until, lambda: len(list(store.checkpoints_folder.iterdir())) == 1)
+            assert list(store.checkpoints) == [f"tinker://{MODEL}/sampler_weights/kept"]
+
+    asyncio.run(run())
+
+
+def test_a_killed_server_frees_models_of_ended_sessions(tmp_path):
+    """The session's end is on disk, and that of its models is not."""
+
+    async def run():
+        async with scheduled(tmp_path / "s", FakeGroup()) as (store, scheduler):
+            await ended(store, scheduler, operation(0, Kind.CREATE, b""))
+            store.sessions["s"].finished = "done"
+            await store.journal.write(db.put(store.sessions["s"]))
+        store = Store(tmp_path / "s")
+        scheduler = Scheduler(store, FakeGroup(), max_adapters=4)
+        scheduler.start()
+        await asyncio.to_thread(until, lambda: store.models[MODEL].is_unloaded)
+        await asyncio.to_thread(until, lambda: not list((tmp_path / "s/models").iterdir()))
+        await scheduler.stop()
+        store.close()
 
     asyncio.run(run())
 

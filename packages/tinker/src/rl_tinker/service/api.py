@@ -11,6 +11,8 @@ import msgspec
 from rl_tinker.errors import RequestError
 from rl_tinker.types import AdamParams
 
+EPHEMERAL = "ephemeral-"
+"""Beginning of the names of checkpoints for sampling that a client gives no name, which end with their session."""
 _NAME = re.compile(r"[\w][\w.+=-]{0,254}")
 _MIN_TTL_S, _MAX_TTL_S = 3600, 10 * 366 * 86400
 
@@ -200,7 +202,9 @@ def sampler_path(model_id: str, request: Save, seq: int) -> str:
         RequestError: a name, or the number of the sampling session, is missing or wrong.
     """
     if request.path is not None:
+        if request.path.startswith(EPHEMERAL):
+            raise RequestError(f"name {request.path!r}: names that begin with {EPHEMERAL!r} are the server's own")
         return f"tinker://{model_id}/sampler_weights/{check_name(request.path)}"
     if request.sampling_session_seq_id is None:
         raise RequestError("save_weights_for_sampler needs a path, or a sampling_session_seq_id")
-    return f"tinker://{model_id}/sampler_weights/ephemeral-{seq}"
+    return f"tinker://{model_id}/sampler_weights/{EPHEMERAL}{seq}"

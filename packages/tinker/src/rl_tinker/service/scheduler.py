@@ -60,7 +60,9 @@ class Scheduler:
         """Operations that wait, by model and number."""
         self._served: dict[str, float] = {}
         """Tokens that each tenant has been served, or would have been since it came back."""
-        self._ended_sessions: list[str] = []
+        # The former server may have been killed between the end of a session and that of its models.
+        live = {each.session for each in store.models.values() if not each.is_unloaded}
+        self._ended_sessions = [each.id for each in store.sessions.values() if each.finished and each.id in live]
         self._checks_gaps = False
         self._failures = 0
         """Losses of the training processes in a row."""
@@ -144,6 +146,7 @@ class Scheduler:
                 self._store.forget_gradient(model)
                 self._store.apply([unloaded])
                 await self._store.remove_state(model.state)
+                await self._store.remove_ephemeral(model)
                 await self._fail_waiting(model.id, "the session has ended")
         if self._checks_gaps:
             self._checks_gaps, now = False, time.time()

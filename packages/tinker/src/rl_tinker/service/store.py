@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rl_tinker import journal as db
 from rl_tinker.durable import sync_folder
 from rl_tinker.errors import GoneError, NotFoundError
+from rl_tinker.service.api import EPHEMERAL
 from rl_tinker.types import Checkpoint, Kind, Model, Sampler, Session, Status
 
 if TYPE_CHECKING:
@@ -139,6 +140,12 @@ class Store:
         for each in found:
             self.checkpoints.pop(each.path, None)
         await self.remove_folders(found)
+
+    async def remove_ephemeral(self, model: Model) -> None:
+        """Delete the checkpoints without a name of a model whose session, and with it their only users, has ended."""
+        prefix = f"tinker://{model.id}/sampler_weights/{EPHEMERAL}"
+        found = [each for path, each in self.checkpoints.items() if path.startswith(prefix) and not each.is_public]
+        await self.remove_checkpoints(found)
 
     async def remove_folders(self, found: Iterable[Checkpoint]) -> None:
         """Remove the folders of checkpoints that no record names any more."""
