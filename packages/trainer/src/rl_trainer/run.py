@@ -37,12 +37,13 @@ from rl_trainer.planning.speed import first_rows
 from rl_trainer.runtime import create_runtime
 from rl_trainer.runtime.network import without_launcher
 from rl_trainer.runtime.processes import quiet_libraries
+from rl_trainer.runtime.profiling import Profiles
 from rl_trainer.runtime.tracing import profiled
 from rl_trainer.trackers import RunInfo, TrackerGroup
 from rl_trainer.trackers.console import progress_lines, status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from types import FrameType
 
     from rl_trainer.config import Config
@@ -214,6 +215,8 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
         if config.batch.replay is None:  # whose draws for a step cannot be taken back
             components.source.should_stop = _patience(run.stop)
         doing = _doing(config, components, run, timer, state.step)
+        profiles = _profiles(config, components, run)
+        profiles.begin(state.step + 1)
         with _stop_when_asked(run.console, run.stop, timer), progress_lines(run.console, doing) as renew:
             records = run_loop(
                 components,
@@ -223,7 +226,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
                 timer=timer,
                 first_rows=first_rows(config, components.eval_rows),
             )
-            add = _recorder(config, components, run, renew)
+            add = _recorder(config, components, run, renew, profiles)
             checkpoint = follow(records, components, config, state, output_dir, add=add, should_stop=run.stop.is_set)
             if config.engine.async_checkpoints:
                 checkpoints.finish(components)
@@ -232,6 +235,7 @@ def _attempt(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
             "rows_too_long": components.num_too_long + components.source.num_too_long,
             "rows_bad": datasets.num_bad + components.num_bad + components.source.order.num_bad,
             "checkpoint": str(checkpoint),
+            **({"profiles": profiles.files} if config.tracking.profiler.tools else {}),
         }
 
 
@@ -271,8 +275,24 @@ def _doing(config: Config, components: Components, run: _Run, timer: PhaseTimer,
     return doing
 
 
+def _profiles(config: Config, components: Components, run: _Run) -> Profiles:
+    """Profilers around steps, in the processes of the roles."""
+    servers = components.weights.servers
+
+    def of_servers(tools: Sequence[str], stem: str) -> list[str]:
+        from rl_trainer.workers.rollout import RolloutWorker
+
+        given = {member: (tools, f"{stem}-{member}") for member in servers.members}
+        found = servers.call(RolloutWorker.profile, given)
+        return [file for files in found.values() if isinstance(files, list) for file in files]
+
+    groups = {"engine": components.actor, "reference": components.reference, "critic": components.critic}
+    roles = {role: group.profile for role, group in groups.items() if group is not None}
+    return Profiles(config, run.output_dir / "profile", {**roles, "rollout": of_servers})
+
+
 def _recorder(
-    config: Config, components: Components, run: _Run, renew: Callable[[], object]
+    config: Config, components: Components, run: _Run, renew: Callable[[], object], profiles: Profiles
 ) -> Callable[[StepRecord], None]:
     """Takes each step's record, and prints what happened to replicas meanwhile."""
     elastic = create_elastic(config, components)
@@ -280,6 +300,8 @@ def _recorder(
     replica_sets: dict[str, ReplicaSet[Any]] = {"agent": components.agents.replica_set, **rollout}
 
     def add(record: StepRecord) -> None:
+        profiles.end(record.step)
+        profiles.begin(record.step + 1)
         run.progress.add(record)
         run.trackers.log(record)
         run.on_step(record)

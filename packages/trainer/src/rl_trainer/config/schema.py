@@ -802,6 +802,19 @@ def _with_options(trackers: object) -> object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerSection:
+    """Profiler: what the processes of some roles record in some steps, into `profile/`; the summary names the files."""
+
+    tools: tuple[Literal["torch", "memory", "nvtx"], ...] = ()
+    """`torch`: a trace of torch.profiler, for Perfetto; `memory`: a snapshot of a GPU's memory, for
+    pytorch.org/memory_viz; `nvtx`: ranges of spans and operators, for Nsight Systems."""
+    roles: tuple[Literal["engine", "reference", "critic", "rollout"], ...] = ("engine",)
+    """Roles whose processes record; `rollout` with `runtime=inline`."""
+    steps: tuple[int, ...] = (2,)
+    """Steps that are recorded, from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSection:
     """Tracking: trackers, traces and saved samples; `metrics.jsonl` is always written."""
 
@@ -812,6 +825,8 @@ class TrackingSection:
     [console, wandb], or names with options, such as {console: {}, wandb: {project: math, mode: offline}}."""
     profile: bool = False
     """Write `trace.json`, the spans of every process, for Perfetto; what it is made of stays in `trace/`."""
+    profiler: ProfilerSection = field(default_factory=ProfilerSection)
+    """Profiler of torch, GPU memory or NVTX."""
     keep_samples: bool | Literal["some"] = "some"
     """Keep what is learned from in `samples/`, a parquet file per step, for `rl-view` and `rl-sample`. `true`: every
     sample of every step; `some`: eight groups of at most a hundred steps, from the second on; `false`: none."""

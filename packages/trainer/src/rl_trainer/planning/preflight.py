@@ -45,6 +45,7 @@ from rl_trainer.planning.environments import asked_beside, check_engine, check_e
 from rl_trainer.planning.gpus import check_ipc
 from rl_trainer.rewards.checks import check_rewards
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, has_votes, scheme_of
+from rl_trainer.runtime.profiling import check_profiler
 from rl_trainer.trackers.base import GROUP as TRACKERS
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def check(
         InputError: the first thing that cannot work, in one sentence.
     """
     check_environment(config)
+    check_profiler(config)
     backends = {"policy": (config.engine.backend, "engine.backend")}
     for role in ("reference", "critic", "teacher"):
         if has(config, role):

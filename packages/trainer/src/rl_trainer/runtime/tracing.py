@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 from rl_trainer.output_dir import write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from contextlib import AbstractContextManager
 
 VARIABLE = "RL_TRAINER_TRACE"
 """Names the folder."""
 _QUEUE_VARIABLE = "RL_TQ_TRACE"
 _SUFFIX = ".spans"
+RANGES: list[Callable[[str], AbstractContextManager[Any]]] = []
+"""What makes a range of another profiler, if one is at work, from a span's name."""
 _NOTHING = nullcontext()
 _NAMES: dict[int, str] = {}
 """Names of processes: a forked one has none."""
@@ -72,9 +74,17 @@ def name_process(name: str) -> None:
 
 
 def span(name: str, **args: Any) -> AbstractContextManager[None]:
-    """Record the body as a span of this thread; does nothing unless the run is profiled."""
+    """Record the body as a span of this thread, and as an NVTX range; does nothing unless the run is profiled."""
     writer = _writer()
+    if RANGES:
+        return _ranged(writer, name, args)
     return _NOTHING if writer is None else _span(writer, name, args)
+
+
+@contextmanager
+def _ranged(writer: _Writer | None, name: str, args: dict[str, Any]) -> Generator[None]:
+    with RANGES[0](name), _NOTHING if writer is None else _span(writer, name, args):
+        yield
 
 
 @contextmanager
