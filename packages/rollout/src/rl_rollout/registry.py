@@ -50,6 +50,10 @@ def _pip_line(entry: EntryPoint) -> str:
     return f"pip install '{entry.dist.name}{extra}'"
 
 
+QUANTIZATIONS = ("none", "int8")
+"""Values of `ServerConfig.quantization`."""
+
+
 def check_config(config: ServerConfig) -> None:
     """Check the settings that all backends share.
 
@@ -71,6 +75,8 @@ def check_config(config: ServerConfig) -> None:
     ):
         if getattr(config, name) < low:
             raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
+    if config.quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization={config.quantization!r} is unknown; use {' or '.join(QUANTIZATIONS)}")
     layout = config.parallel
     if min(layout.tp, layout.pp, layout.dp, layout.ep) < 1 or layout.tp * layout.dp % layout.ep:
         raise ConfigError(

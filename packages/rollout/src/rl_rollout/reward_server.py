@@ -117,7 +117,7 @@ class ScoreServer:
             raise ConfigError(f"host {config.host!r} is reachable from outside; set api_token, or use 127.0.0.1")
         if config.options:
             raise ConfigError(f"options {sorted(config.options)} do nothing with a reward model; leave them out")
-        unused = ("max_num_seqs", "seed", "timeout_s", "queue_timeout_s", "kv_cache_bytes")
+        unused = ("max_num_seqs", "seed", "timeout_s", "queue_timeout_s", "quantization", "kv_cache_bytes")
         check_unused(config, unused, "it does nothing with a reward model")
         check_device(config.device)
         self._config = config

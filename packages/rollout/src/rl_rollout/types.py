@@ -365,6 +365,9 @@ class ServerConfig:
     dtype: str = "auto"
     """Dtype of weights and cache: `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU and bfloat16 on CUDA;
     third-party engines have rules of their own for it (vLLM takes bfloat16 for a model in float32)."""
+    quantization: str = "none"
+    """Format that the server converts weights to after each update: `int8` (embedded, on a CPU); `none`: as they
+    were sent. Updates are received and verified before that."""
     kv_cache_bytes: int = 0
     """Most memory of the KV cache, bytes; 0: a quarter of the machine's memory, or half of a CUDA device's free
     memory."""

@@ -337,6 +337,20 @@ def test_whether_prompts_are_shared_is_told(folder):
         assert told["prefix_sharing"].startswith(words)
 
 
+def test_the_plan_says_what_receipts_of_int8_servers_are_of(folder):
+    words = "receipts are of the weights before the server quantises them to int8"
+    for value, is_said in (("int8", True), ("none", False)):
+        overrides = [f"model.path={folder}", f"rollout.quantization={value}"]
+        assert (words in dict(check_backends(load_config("quickstart", overrides)))["server"]) == is_said
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_int8_on_third_party_servers_is_refused_early(folder, backend):
+    overrides = [f"model.path={folder}", f"rollout.backend={backend}", "rollout.quantization=int8"]
+    with pytest.raises(ConfigError, match="quantization='int8'"):
+        check_backends(load_config("quickstart", overrides))
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -111,6 +111,8 @@ def test_settings_of_one_rollout_backend_reach_its_server():
     assert server_config(config, Path("model")).options == {"args": "--enforce-eager"}
     assert config.engine.matmul_precision == "medium"
     assert server_config(config, Path("model")).dtype == "float32"
+    quantised = load_config("quickstart", ["rollout.quantization=int8"])
+    assert server_config(quantised, Path("model")).quantization == "int8"
 
 
 def test_the_number_of_keys_does_not_grow_unnoticed():

@@ -72,7 +72,16 @@ class OpenAIServer(RolloutServer):
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "openai")
-        foreign = ("max_num_seqs", "seed", "num_threads", "device", "dtype", "kv_cache_bytes", "parallel")
+        foreign = (
+            "max_num_seqs",
+            "seed",
+            "num_threads",
+            "device",
+            "dtype",
+            "kv_cache_bytes",
+            "parallel",
+            "quantization",
+        )
         check_unused(config, foreign, "the model at a URL is started outside of this run, which has this setting")
         url = config.options.get("url")
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):

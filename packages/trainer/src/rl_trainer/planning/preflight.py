@@ -383,6 +383,8 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
     reason = why_gathered(config, can)
     is_attested = reason is None or can.attests_weights
     weights = "new weights" if is_attested else "new weights, not attested with this rollout.parallel"
+    if config.rollout.quantization != "none":
+        weights += f" (receipts are of the weights before the server quantises them to {config.rollout.quantization})"
     is_chain = config.weights.delta and not _has_votes(config)
     if reason is not None and (config.weights.mode == "sharded" or (config.weights.delta and not is_chain)):
         asked = "mode=sharded" if config.weights.mode == "sharded" else "delta=true"

@@ -22,6 +22,7 @@ from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, UnsupportedError, WeightUpdateError
 from rl_rollout.http.endpoint import Endpoint
 from rl_rollout.process import ChildProcess
+from rl_rollout.registry import check_unused
 from rl_rollout.validation import check_adapter, check_extras, folder_tokens, read_model_config
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class ExternalServer(RolloutServer, EngineCalls):
     """Beginning of the titles of the server's worker processes; empty: it has none, or watches them well itself."""
 
     def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
+        check_unused(config, ("quantization",), "third-party servers that quantise weights take no new ones from a run")
         self.model_config = model_config = read_model_config(config.model_path)
         self.config = config
         self.engine_name = engine_name

@@ -52,6 +52,23 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return linear(hidden, weight)
 
 
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 of each row of a matrix [N, H]: values int8 [N, H] and scales [N, 1], float32."""
+    rows = rows.float()
+    scales = rows.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
+    return (rows / scales).round_().to(torch.int8), scales
+
+
+def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Product of x [..., in] and an int8 weight [out, in] with its scales [out, 1]; x is quantised by token.
+
+    The sums are of integers, and so exact: a token's result does not depend on the tokens computed with it.
+    """
+    tokens, token_scales = quantise(x.flatten(0, -2))
+    out = torch.ops.aten._int_mm(tokens, weight.t()) * token_scales * scales.t()
+    return out.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
 class ServedLinear:
     """The `forward` of one linear layer.
 
@@ -60,16 +77,25 @@ class ServedLinear:
         active: Tokens of each adapter, set before a pass.
         is_packed: Whether its weight is packed for oneDNN.
         is_head: Whether it is the LM head, whose product is stored as `head_logits` does.
+        is_int8: Whether products are of int8.
     """
 
     def __init__(
-        self, module: torch.nn.Linear, active: ActiveAdapters, *, is_packed: bool, is_head: bool = False
+        self,
+        module: torch.nn.Linear,
+        active: ActiveAdapters,
+        *,
+        is_packed: bool,
+        is_head: bool = False,
+        is_int8: bool = False,
     ) -> None:
         self._module = module
         self._active = active
         self._is_packed = is_packed
         self._is_head = is_head and getattr(module, "bias", None) is None
+        self._is_int8 = is_int8
         self._packed: Any = None
+        self._int8: tuple[Tensor, Tensor] | None = None
         self.adapters: dict[str, LowRank] = {}
         self.repack()
 
@@ -79,17 +105,22 @@ class ServedLinear:
         return self._module.weight
 
     def repack(self) -> None:
-        """Pack the weight again, after it has changed."""
+        """Pack or quantise the weight again, after it has changed."""
         weight = self._module.weight
-        self._packed = None
-        if self._is_packed and weight.numel() * MOST_ROWS >= MIN_PACKED_PRODUCTS:
+        self._packed = self._int8 = None
+        if self._is_int8 and weight.numel():
+            self._int8 = quantise(weight.detach())
+        elif self._is_packed and weight.numel() * MOST_ROWS >= MIN_PACKED_PRODUCTS:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 64)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        bias = self._module.bias
+        bias: Tensor | None = getattr(self._module, "bias", None)
         if self._is_head and x.is_cuda:
             out = head_logits(x.flatten(0, -2), self._module.weight).unflatten(0, x.shape[:-1])
+        elif self._int8 is not None:
+            out = int8_linear(x, *self._int8)
+            out = out if bias is None else out + bias
         elif self._packed is None or x.numel() * self._module.out_features < MIN_PACKED_PRODUCTS:
             out = linear(x, self._module.weight, bias)
         else:
@@ -108,12 +139,15 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return is_built and device.type == "cpu" and dtype == torch.float32
 
 
-def serve_linears(module: torch.nn.Module, active: ActiveAdapters, *, is_packed: bool) -> dict[str, ServedLinear]:
+def serve_linears(
+    module: torch.nn.Module, active: ActiveAdapters, *, is_packed: bool, is_int8: bool = False
+) -> dict[str, ServedLinear]:
     """Replace the `forward` of every linear layer of a model; returns the replacements by layer name."""
     served: dict[str, ServedLinear] = {}
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()
     for name, layer in module.named_modules():
         if type(layer) is torch.nn.Linear:
-            served[name] = ServedLinear(layer, active, is_packed=is_packed, is_head=layer is head)
+            is_head = layer is head
+            served[name] = ServedLinear(layer, active, is_packed=is_packed, is_head=is_head, is_int8=is_int8)
             layer.forward = served[name]  # pyright: ignore[reportAttributeAccessIssue]
     return served

@@ -206,13 +206,16 @@ def load_model(config: ServerConfig) -> ServedModel:
     check_positions(text_config, max_model_len)
     can_be_packed, adapters = can_pack(device, dtype), config.options.get("adapters", {})
     max_adapters = config.options.get("max_adapters", len(adapters))
-    fused = None if max_adapters else fuse(module, max_model_len, probe)
+    is_int8 = config.quantization == "int8"
+    if is_int8 and device.type != "cpu":
+        raise ConfigError(f"quantization 'int8' of the embedded backend is for device cpu; this one is {device.type}")
+    fused = None if max_adapters or is_int8 else fuse(module, max_model_len, probe)
     on_cuda = None
     if memory is not None and is_known(module) and not max_adapters and can_decode(module, probe.shapes):
         decoder = CudaDecoder(module, max_model_len, probe.settings, memory)
         on_cuda = decoder if agrees(module, decoder, probe) else None
     active = ActiveAdapters()
-    linears = serve_linears(module, active, is_packed=can_be_packed and fused is None)
+    linears = serve_linears(module, active, is_packed=can_be_packed and fused is None, is_int8=is_int8)
     return ServedModel(
         module=module,
         device=device,
