@@ -43,6 +43,7 @@ RUN_BY_PACKAGES = {
     "packages/agent": "tests/test_agent_readme.py",
     "packages/ckpt": "tests/test_ckpt_readme.py",
     "packages/engine": "tests/test_engine_readme.py",
+    "packages/omni": "tests/test_omni_readme.py",
     "packages/tinker": "tests/test_tinker_readme.py",
     "packages/tq": "tests/test_readme.py",
     "packages/tq-compat": "tests/test_readme.py",

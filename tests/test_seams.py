@@ -63,7 +63,7 @@ def foreign_names(tree: ast.Module, importer: str) -> list[str]:
         for module, name in imports_of(tree)
         if sibling_of(module, importer) not in (None, ADD_ONS.get(importer))
     ]
-    sees_interfaces = importer in ("rl_trainer", "rl_tinker", "strangers")
+    sees_interfaces = importer in ("rl_trainer", "rl_tinker", "rl_omni", "strangers")
     modules = {module.partition(".")[0] if sees_interfaces else module for module, name in used if name is None}
     nodes = list(ast.walk(tree))
     used += [
@@ -188,7 +188,7 @@ def test_every_folder_of_a_package_is_a_package(package):
 
 
 def test_there_is_no_common_package():
-    ours = {"rl_agent", "rl_ckpt", "rl_csrc", "rl_engine", "rl_rollout", "rl_tinker", "rl_tq", "rl_trainer"}
+    ours = {"rl_agent", "rl_ckpt", "rl_csrc", "rl_engine", "rl_omni", "rl_rollout", "rl_tinker", "rl_tq", "rl_trainer"}
     assert set(SOURCES) == ours | set(ADD_ONS)
 
 
@@ -234,7 +234,11 @@ def test_a_breach_by_the_trainer_is_found(code, expected):
 
 @pytest.mark.parametrize(
     ("contract", "siblings"),
-    [("trainer-sees-interfaces", set(PLUG_INS)), ("tinker-sees-interfaces", {"rl_ckpt", "rl_engine", "rl_rollout"})],
+    [
+        ("trainer-sees-interfaces", set(PLUG_INS)),
+        ("tinker-sees-interfaces", {"rl_ckpt", "rl_engine", "rl_rollout"}),
+        ("omni-sees-interfaces", {"rl_engine", "rl_rollout"}),
+    ],
 )
 def test_the_contract_of_a_composer_names_every_other_module(contract, siblings):
     lines = (ROOT / ".importlinter").read_text().partition(f"contract:{contract}]")[2]
@@ -266,6 +270,9 @@ BREACHES = {
     "tinker-sees-interfaces": ("rl_tinker/server.py", "from rl_rollout.router import Router"),
     "tinker-knows-no-trainer": ("rl_tinker/cli.py", "import rl_trainer.errors"),
     "nothing-needs-tinker": ("rl_engine/errors.py", "import rl_tinker"),
+    "omni-sees-interfaces": ("rl_omni/server.py", "from rl_rollout.router import Router"),
+    "omni-knows-no-trainer": ("rl_omni/types.py", "import rl_trainer.errors"),
+    "nothing-needs-omni": ("rl_engine/errors.py", "import rl_omni"),
     "tinker-layers": ("rl_tinker/journal.py", "import rl_tinker.service.store"),
     "backends-are-plug-ins": ("rl_rollout/__init__.py", "import rl_rollout.backends.embedded"),
     "csrc-stands-alone": ("rl_csrc/__init__.py", "import rl_tq.types"),

@@ -1,0 +1,22 @@
+"""RL for models that generate no tokens: flow-matching picture models as an engine and a rollout server."""
+
+from rl_omni.base import Condition, FlowModel
+from rl_omni.errors import OmniError, PipelineError
+from rl_omni.rewards import colour_reward, colourfulness
+from rl_omni.sampler import SdeKind, logprobs_of, mean_of, noise_schedule
+from rl_omni.types import PictureOutput, columns_of
+
+__all__ = [
+    "Condition",
+    "FlowModel",
+    "OmniError",
+    "PictureOutput",
+    "PipelineError",
+    "SdeKind",
+    "colour_reward",
+    "colourfulness",
+    "columns_of",
+    "logprobs_of",
+    "mean_of",
+    "noise_schedule",
+]

@@ -1,0 +1,156 @@
+import asyncio
+
+import pytest
+import torch
+
+from rl_omni import columns_of
+from rl_omni.pipeline import load_pipeline
+from rl_rollout.errors import ConfigError, ModelFolderError, RequestError, ServerLostError, WeightUpdateError
+from rl_rollout.registry import create_server, launch_server
+from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, ServerConfig
+
+STEPS = 3
+
+
+def request(name="a", prompt=(1,), **params):
+    return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
+
+
+def config_of(folder, **options):
+    return ServerConfig(model_path=folder, options={"num_steps": STEPS} | options)
+
+
+async def served(folder, use, **options):
+    server = create_server("diffusion", config_of(folder, **options))
+    await server.start()
+    try:
+        return await use(server)
+    finally:
+        await server.stop()
+
+
+class Weights:
+    """Receiver of given tensors."""
+
+    address, version = "inproc:", None
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    async def receive_weights(self):
+        for each in self.tensors:
+            yield each
+
+
+def test_a_picture_has_a_log_prob_for_every_step(pipeline):
+    output = asyncio.run(served(pipeline, lambda server: server.generate(request(seed=1))))
+    assert output.finish_reason == FinishReason.STOP
+    assert output.token_ids == ()
+    assert (len(output.logprobs), output.weight_versions) == (STEPS, (0,) * STEPS)
+    assert output.latents.shape == (STEPS + 1, 3, 8, 8)
+    assert output.timesteps.tolist() == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert output.picture.shape == (3, 8, 8)
+    assert 0 <= output.picture.min() <= output.picture.max() <= 1
+    assert torch.equal(output.picture, ((output.latents[-1] + 1) / 2).clamp(0, 1))
+
+
+def test_a_seed_decides_a_picture_whatever_its_batch(pipeline):
+    async def both(server):
+        alone = await server.generate(request(seed=7))
+        return alone, await asyncio.gather(*(server.generate(request(str(i), seed=i)) for i in range(5, 9)))
+
+    alone, together = asyncio.run(served(pipeline, both))
+    torch.testing.assert_close(alone.picture, together[2].picture)
+    assert not torch.allclose(together[0].picture, together[1].picture)
+
+
+def test_an_aborted_picture_keeps_its_steps(pipeline):
+    async def aborted(server):
+        await server.pause("keep")
+        running = asyncio.create_task(server.generate(request()))
+        while not running.done():
+            await server.abort(["a"])
+            await asyncio.wait([running], timeout=0.01)
+        return await running
+
+    output = asyncio.run(served(pipeline, aborted))
+    assert (output.finish_reason, output.picture, output.logprobs) == (FinishReason.ABORT, None, ())
+    with pytest.raises(ValueError, match="finished pictures"):
+        columns_of([request()], [output])
+
+
+def test_new_weights_serve_at_once_with_their_version(pipeline):
+    weights = load_pipeline(pipeline).transformer.state_dict()
+
+    async def updated(server):
+        before = await server.generate(request(seed=1))
+        await server.update_weights(Weights((n, w * 1.5) for n, w in weights.items()), 4)
+        return before, await server.generate(request(seed=1))
+
+    before, after = asyncio.run(served(pipeline, updated))
+    assert after.weight_versions == (4,) * STEPS
+    assert not torch.allclose(before.picture, after.picture)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: list(w.items())[1:], "lacks 1 tensors"),
+        (lambda w: [*w.items(), ("more", torch.ones(1))], "no such tensor"),
+        (lambda w: [(n, t.flatten()[:1] if i == 0 else t) for i, (n, t) in enumerate(w.items())], "does not fit"),
+    ],
+)
+def test_wrong_weights_leave_the_old_version_serving(pipeline, change, message):
+    weights = load_pipeline(pipeline).transformer.state_dict()
+
+    async def updated(server):
+        before = await server.generate(request(seed=1))
+        with pytest.raises(WeightUpdateError, match=f"{message}.*version 0 still serves"):
+            await server.update_weights(Weights(change(weights)), 1)
+        return before, await server.generate(request(seed=1))
+
+    before, after = asyncio.run(served(pipeline, updated))
+    assert torch.equal(before.picture, after.picture)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (request(temperature=0.5), "`seed` alone"),
+        (request(prompt=()), "takes 1 to 4 ids from 0 to 15"),
+        (request(prompt=(16,)), "takes 1 to 4 ids from 0 to 15"),
+    ],
+)
+def test_a_wrong_request_is_refused(pipeline, given, message):
+    async def refused(server):
+        with pytest.raises(RequestError, match=message):
+            await server.generate(given)
+
+    asyncio.run(served(pipeline, refused))
+
+
+@pytest.mark.parametrize("options", [{"num_steps": 0}, {"noise": -1}, {"sde": "ddpm"}, {"size": 7}, {"steps": 4}])
+def test_a_wrong_option_is_refused(pipeline, options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        create_server("diffusion", config_of(pipeline, **options))
+
+
+def test_what_cannot_be_served_is_refused(pipeline, tmp_path):
+    with pytest.raises(ModelFolderError, match=r"model_index\.json cannot be read"):
+        create_server("diffusion", config_of(str(tmp_path)))
+    with pytest.raises(ConfigError, match="no latents"):
+        launch_server("diffusion", config_of(pipeline))
+
+
+def test_stopping_ends_requests_in_flight(pipeline):
+    async def stopped():
+        server = create_server("diffusion", config_of(pipeline))
+        await server.start()
+        await server.pause("keep")
+        running = asyncio.create_task(server.generate(request()))
+        await asyncio.wait([running], timeout=0.01)
+        await server.stop()
+        with pytest.raises(ServerLostError, match="stopped"):
+            await running
+
+    asyncio.run(stopped())
