@@ -2,9 +2,11 @@ import asyncio
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from rl_omni import columns_of
 from rl_omni.pipeline import load_pipeline
+from rl_omni.testing import write_tiny_pipeline
 from rl_rollout.errors import ConfigError, ModelFolderError, RequestError, ServerLostError, WeightUpdateError
 from rl_rollout.registry import create_server, launch_server
 from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams, ServerConfig
@@ -154,3 +156,14 @@ def test_stopping_ends_requests_in_flight(pipeline):
             await running
 
     asyncio.run(stopped())
+
+
+def test_a_vae_decodes_the_last_latents(tmp_path):
+    vae = AutoencoderKL(
+        latent_channels=3, block_out_channels=(8,), norm_num_groups=4, scaling_factor=0.5, shift_factor=0.1
+    ).eval()
+    vae.save_pretrained(write_tiny_pipeline(tmp_path) / "vae")
+    output = asyncio.run(served(str(tmp_path), lambda server: server.generate(request(seed=1))))
+    with torch.no_grad():
+        decoded = vae.decode(output.latents[-1:] / 0.5 + 0.1).sample[0]
+    torch.testing.assert_close(output.picture, ((decoded + 1) / 2).clamp(0, 1))
