@@ -81,10 +81,12 @@ run_tests() (
     uv run --no-sync pytest --last-failed --last-failed-no-failures none && python3 tools/unsteady.py "${scratch}/failed"
 )
 
-# The CUDA module for one architecture, where nvcc is installed; running it takes a GPU and is the gpu tests' business.
+# The CUDA module alone and for one architecture, where nvcc is installed; the CPU module is in the wheels' tier, and
+# running this one takes a GPU and is the gpu tests' business.
 compile_cuda() {
   RL_CSRC_CUDA=ON uv build --quiet --wheel --no-sources --out-dir "${scratch}" csrc \
-    -C build-dir="${scratch}/build" -C cmake.define.CMAKE_CUDA_ARCHITECTURES=90a-real &&
+    -C build-dir="${scratch}/build" -C build.targets=_cuda -C install.components=cuda \
+    -C cmake.define.CMAKE_CUDA_ARCHITECTURES=90a-real &&
     python3 -m zipfile -l "${scratch}"/rl_csrc-*.whl | grep _cuda
 }
 
