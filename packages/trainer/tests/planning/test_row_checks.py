@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from packages.engine.tests.support.hub_server import serve_hub
@@ -14,11 +15,12 @@ from rl_rollout.testing import write_tiny_model
 from rl_trainer.config import load_config
 from rl_trainer.config.schema import RewardPart, RewardSection
 from rl_trainer.data.datasets import Datasets
-from rl_trainer.errors import ConfigError, InputError
+from rl_trainer.errors import ConfigError, InputError, RewardError
+from rl_trainer.planning import row_checks
 from rl_trainer.planning.preflight import program_facts
 from rl_trainer.planning.row_checks import RowCheck
 from rl_trainer.rewards.checks import check_signature, reward_source
-from rl_trainer.rewards.scorer import unusable_truth
+from rl_trainer.rewards.scorer import Scorer, unusable_truth
 from rl_trainer.run import run
 
 ROW = {
@@ -140,9 +142,9 @@ def ours(text, row):
     ("reward", "bad", "words"),
     [
         ("trl", {}, "it takes city"),
-        ("trl", {"city": None}, "TypeError"),
+        pytest.param("trl", {"city": None}, "TypeError", marks=pytest.mark.slow),
         ("ours", {"extra_info": {}}, "KeyError: 'level'"),
-        ("ours", {"extra_info": {"level": "high"}}, "could not convert"),
+        pytest.param("ours", {"extra_info": {"level": "high"}}, "could not convert", marks=pytest.mark.slow),
         (None, {"reward_model": {"style": "rule", "ground_truth": None}}, "no ground truth"),
     ],
 )
@@ -158,6 +160,24 @@ def test_a_reward_is_tried_on_every_kind_of_row(model, tmp_path, reward, bad, wo
     told = check(config_of(model, *path, "data.on_bad_row=drop"), rows, numbers=numbers)
     assert told["reward tried"]
     assert told["rows not usable"].startswith("1, left out; for example f.jsonl, row 500: ")
+
+
+def test_a_slow_start_of_a_reward_leaves_its_rows_their_time(model, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+
+    class SlowToStart(Scorer):
+        async def start(self):
+            clock.now += 600
+
+        async def score(self, text, row, loop_reward=None):
+            if "level" in row["extra_info"]:
+                raise RewardError("no such level")
+            return await super().score(text, row, loop_reward)
+
+    monkeypatch.setattr(row_checks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(row_checks, "Scorer", SlowToStart)
+    with pytest.raises(InputError, match="no such level"):
+        check(config_of(model), [*[ROW] * 30, {**ROW, "extra_info": {"level": 9}}, ROW])
 
 
 class Room:

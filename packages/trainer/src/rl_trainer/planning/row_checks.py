@@ -95,7 +95,7 @@ class RowCheck:
         lines = list[tuple[str, str]]()
         if self._config.model.path is not None:  # the small model that is made takes the rows that it learns from
             lines = self._measure(time.monotonic() + _SAMPLE_S)
-        asyncio.run(self._try(time.monotonic() + _SAMPLE_S))
+        asyncio.run(self._try(_SAMPLE_S))
         self._complaints.check(max(self._num_checked, self._num_tried) - self._complaints.count, of_all="checked ")
         if self._scores:
             lines.append(("reward tried", ", ".join(self._scores)))
@@ -135,7 +135,7 @@ class RowCheck:
         """
         if self._num_tried == len(self._rows):
             return
-        asyncio.run(self._try(time.monotonic() + _REST_S))
+        asyncio.run(self._try(_REST_S))
         self._complaints.check(self._num_tried - self._complaints.count, of_all="checked ")
 
     def _measure(self, until: float) -> list[tuple[str, str]]:
@@ -201,8 +201,8 @@ class RowCheck:
             reason = str(error).splitlines()[0]
             raise InputError(f"prompts cannot be made by the tokenizer of model.path={folder}: {reason}") from error
 
-    async def _try(self, until: float) -> None:
-        """Try the reward on a row of each kind, from where the last call ended.
+    async def _try(self, seconds: float) -> None:
+        """Try the reward on a row of each kind, from where the last call ended; the start of its process is extra.
 
         Raises:
             InputError: it cannot be loaded, or called.
@@ -212,6 +212,7 @@ class RowCheck:
         try:
             if scorer is not None and not self._num_tried:
                 await scorer.start()
+            until = time.monotonic() + seconds
             while self._num_tried < len(self._rows) and (not self._num_tried or time.monotonic() < until):
                 if self._is_ended:
                     return
