@@ -82,7 +82,7 @@ class Loop(rl_agent.AgentLoop):
 """
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_rl_eval_names_the_rows_that_failed(model, tmp_path, capsys):
     (tmp_path / "broken.py").write_text(BROKEN)
     rows = "".join(json.dumps({"prompt": "1 + 1", "answer": str(i)}) + "\n" for i in range(8))

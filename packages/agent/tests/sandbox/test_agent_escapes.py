@@ -198,7 +198,7 @@ def test_no_process_of_the_machine_is_seen_or_signalled(with_kind):
 
 def test_memory_of_all_processes_is_bounded(with_kind):
     hog = "for i in 1 2 3 4 5 6 7 8; do python3 -c 'x = bytearray(120 << 20); import time; time.sleep(30)' & done; wait"
-    results, _ = ran(with_kind, hog, "echo on", timeout_s=8)
+    results, _ = ran(with_kind, hog, "echo on", timeout_s=4)
     assert results[0].kind in ("memory", "timeout", "error", "ok", "died")
     assert results[1].output == "on\n"
 

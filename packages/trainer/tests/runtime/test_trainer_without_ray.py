@@ -22,7 +22,9 @@ import sys
 import rl_trainer
 from rl_trainer.cli import main
 assert main(sys.argv[1:]) == 0
-assert "ray" not in sys.modules, "Ray was imported"
+assert "ray" not in sys.modules, "Ray was imported before the settings that it reads"
+import rl_trainer.api, rl_trainer.loop, rl_trainer.runtime.inline, rl_trainer.setup
+assert "ray" not in sys.modules, "Ray was imported where nothing asks for it"
 """
 
 

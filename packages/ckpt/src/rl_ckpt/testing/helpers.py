@@ -176,7 +176,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None
 class Suite(ABC):
     """A suite whose ends all run in this process, on one event loop or in threads."""
 
-    short_s = 1.0
+    short_s = 0.4
     """Timeout of waits that the suite lets pass, seconds."""
     long_s = 120.0
     """Timeout of waits that must not pass, seconds."""
