@@ -162,6 +162,7 @@ def test_a_reward_is_tried_on_every_kind_of_row(model, tmp_path, reward, bad, wo
     assert told["rows not usable"].startswith("1, left out; for example f.jsonl, row 500: ")
 
 
+@pytest.mark.process
 def test_a_slow_start_of_a_reward_leaves_its_rows_their_time(model, monkeypatch):
     clock = SimpleNamespace(now=0.0)
 
