@@ -99,6 +99,7 @@ EFFECTS = {
     "rollout.num_threads": ("7", "server"),
     "rollout.device": ("cpu", "server"),
     "rollout.dtype": ("bfloat16", "server"),
+    "rollout.quantization": ("int8", "server"),
     "rollout.kv_cache_bytes": ("7000000", "server"),
     "rollout.options": ("{block_size: 8}", "server"),
     "rollout.backend": ("vllm", "server's kind"),
