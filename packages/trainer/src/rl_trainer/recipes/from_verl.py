@@ -392,6 +392,12 @@ class _Converter:
         world = self.whole("trainer.n_gpus_per_node") * self.whole("trainer.nnodes")
         self.set("engine.world_size", world)
         size = self.whole(f"{_A}.{'veomni' if self.has('engine', 'veomni') else 'fsdp_config'}.fsdp_size")
+        layout = self.at("engine.parallel") or {}
+        if self.at("engine.backend") == "veomni":
+            self.miss("model_engine", "set engine.environment to the folder of a Python environment that has VeOmni")
+            if 0 < size < world or any(degree > 1 for degree in layout.values()):
+                self.set("engine.backend", "fsdp")
+                self.miss("model_engine", "engine veomni has no sp, ep or replicas here; fsdp has, and takes its place")
         if self.at("engine.backend") == "fsdp" and 0 < size < world:
             self.set("engine.parallel.dp_replicate", world // size)
         layout = self.at("engine.parallel") or {}
