@@ -78,6 +78,7 @@ def test_the_command_line_says_all_of_a_configuration():
         "port": 1,
         "device": "cpu",
         "dtype": "float16",
+        "quantization": "int8",
         "options": {"tool_parser": "hermes", "n": [1]},
     }
     told |= {"parallel": ServerParallel(tp=2, pp=3, dp=4, ep=8), "model_path": "a folder"}
