@@ -198,6 +198,17 @@ class ServerGroup(RolloutServer):
             ConfigError: the replica is not in use, or is the last one.
         """
 
+    @abstractmethod
+    async def hold(self) -> None:
+        """Stop the requests of this group at the replicas, and start none until `release`.
+
+        Their `generate` calls stay open. Replicas that cannot abort finish what they have.
+        """
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Undo `hold`: every request continues from the tokens that it has, under the weights that serve then."""
+
 
 class HttpEndpoint(ABC):
     """HTTP endpoint of a server in this process, on its event loop; see `rl_rollout.registry.create_endpoint`."""

@@ -35,6 +35,7 @@ MAX_BLOCKS = 65_536
 """Most prefix blocks that are remembered; least recently used ones are dropped."""
 MAX_SESSIONS = 65_536
 """Most sessions that are remembered; least recently used ones are dropped."""
+_HOLD_POLL_S = 0.01
 MAX_IMBALANCE = 8
 """Most requests that a replica may have above the least loaded one and still be chosen for its prefix."""
 
@@ -56,6 +57,10 @@ class Turns:
         self.placement: Placement[RolloutServer] = Placement()
         self.aborted: set[str] = set()
         """Ids of requests that are to end."""
+        self.held: set[str] = set()
+        """Ids of requests that were in flight at a `hold`, and have not continued since."""
+        self.is_held = False
+        """Whether no replica gets a request."""
         self.changed = asyncio.Condition()
         """Notified where a replica has room, comes or goes, or a request is aborted."""
         self._max_in_flight, self._max_waiting, self._num_waiting = max_in_flight, max_waiting, 0
@@ -64,7 +69,7 @@ class Turns:
         """Choose a replica that has room, waiting until one has; None if the request is aborted meanwhile."""
         async with self.changed:
             if not self._room() and self.loads:
-                if self._max_waiting and self._num_waiting >= self._max_waiting:
+                if self._max_waiting and self._num_waiting >= self._max_waiting and not self.is_held:
                     raise OverloadedError(
                         f"request {request.request_id!r}: {len(self.loads)} replicas are given {self._max_in_flight} "
                         f"requests each, and {self._num_waiting} wait already; ask again later, or add replicas"
@@ -98,6 +103,8 @@ class Turns:
 
     def _room(self) -> dict[RolloutServer, int]:
         """Number of requests in flight of the replicas that have room for another."""
+        if self.is_held:
+            return {}
         if not self._max_in_flight:
             return self.loads
         return {server: load for server, load in self.loads.items() if load < self._max_in_flight}
@@ -307,8 +314,10 @@ class Router(ServerGroup):
             yield TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
 
     def _is_over(self, request: GenerateRequest, reason: FinishReason | None, server: RolloutServer) -> bool:
-        """Whether a finish reason of a replica ends the request, and not just its part on a replica that is leaving."""
-        is_cut_short = reason is FinishReason.ABORT and server not in self._turns.loads
+        """Whether a finish reason of a replica ends the request, and not just a part: held, or the replica leaves."""
+        was_held = reason is not None and request.request_id in self._turns.held
+        self._turns.held.difference_update([request.request_id] if was_held else [])
+        is_cut_short = reason is FinishReason.ABORT and (was_held or server not in self._turns.loads)
         return reason is not None and (not is_cut_short or request.request_id in self._turns.aborted)
 
     @contextmanager
@@ -322,6 +331,7 @@ class Router(ServerGroup):
         finally:
             self._in_flight.discard(request.request_id)
             self._turns.aborted.discard(request.request_id)
+            self._turns.held.discard(request.request_id)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Abort requests on all replicas. See `RolloutServer.abort`."""
@@ -333,6 +343,23 @@ class Router(ServerGroup):
         await self._on_all(lambda server: server.abort(request_ids))
 
     # ---- control
+
+    async def hold(self) -> None:
+        """See `ServerGroup`."""
+        self._turns.is_held = True
+        self._turns.held.update(self._in_flight)
+        while busy := [s for s, load in self._turns.loads.items() if load and s.capabilities.pauses]:
+            # Again, until all have returned: an abort may arrive before the request that it is for.
+            ended = await asyncio.gather(*(s.abort([*self._in_flight]) for s in busy), return_exceptions=True)
+            if failed := [e for e in ended if isinstance(e, BaseException) and not isinstance(e, ServerLostError)]:
+                raise failed[0]
+            await asyncio.sleep(_HOLD_POLL_S)
+
+    async def release(self) -> None:
+        """See `ServerGroup`."""
+        async with self._turns.changed:
+            self._turns.is_held = False
+            self._turns.changed.notify_all()
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause all replicas. See `RolloutServer.pause`."""

@@ -269,6 +269,83 @@ def spied(server):
     return asked
 
 
+class Halting(FakeServer):
+    """Is in the middle of its first request until that is aborted; then the next weights serve."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_begun, self.has_ended = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request):
+        output = await super().generate(request)
+        if len(self.requests) > 1:
+            return replace(output, weight_versions=(2,) * len(output.token_ids))
+        self.has_begun.set()
+        await self.has_ended.wait()
+        parts = {"token_ids": output.token_ids[:2], "logprobs": (-0.25, -0.75), "weight_versions": (1, 1)}
+        return replace(output, **parts, finish_reason=FinishReason.ABORT)
+
+    async def abort(self, request_ids=None):
+        self.has_ended.set()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "is aborted"])
+def test_held_requests_go_on_from_the_tokens_that_they_have(ends):
+    async def scenario():
+        server = Halting()
+        router = await started(server)
+        tasks = [asyncio.create_task(router.generate(request("r")))]
+        await server.has_begun.wait()
+        await router.hold()
+        tasks.append(asyncio.create_task(router.generate(request("new"))))
+        await asyncio.wait(tasks, timeout=0.02)
+        assert len(server.requests) == 1
+        assert not any(task.done() for task in tasks)
+        if ends:
+            await router.abort()
+        await router.release()
+        return await asyncio.gather(*tasks), server.requests
+
+    (output, other), asked = asyncio.run(scenario())
+    if ends:
+        assert (len(output.token_ids), len(other.token_ids), len(asked)) == (2, 0, 1)
+        assert output.finish_reason == other.finish_reason == FinishReason.ABORT
+        return
+    assert output.weight_versions == (1, 1, 2, 2)
+    assert output.logprobs == (-0.25, -0.75, -0.5, -0.5), "each as it was recorded"
+    (rest,) = [each for each in asked[1:] if each.request_id == "r"]
+    assert rest.prompt_token_ids == (1, 2, *output.token_ids[:2])
+    assert rest.sampling_params.max_new_tokens == 2
+    assert set(other.weight_versions) == {2}
+
+
+@pytest.mark.process
+def test_a_hold_in_the_middle_changes_no_token(long_folder):
+    async def scenario():
+        server = create_server("embedded", ServerConfig(model_path=str(long_folder), num_threads=1))
+        router = await started(server)
+        params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
+        each = [GenerateRequest(request_id=f"r{i}", prompt_token_ids=(5, 6, i), sampling_params=params) for i in (7, 8)]
+        whole = await asyncio.gather(*map(router.generate, each))
+        has_begun = slow_down(server, 2)
+        tasks = [asyncio.create_task(router.generate(one)) for one in each]
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        asked = spied(server)
+        await router.hold()
+        await router.sleep()
+        await router.wake()
+        await router.release()
+        again = await asyncio.gather(*tasks)
+        await router.stop()
+        return whole, again, asked
+
+    whole, again, asked = asyncio.run(scenario())
+    assert len(asked) == 2
+    assert all(len(one.prompt_token_ids) > 3 for one in asked)
+    assert [output.token_ids for output in again] == [output.token_ids for output in whole]
+    assert [output.finish_reason for output in again] == [FinishReason.LENGTH] * 2
+
+
 def test_an_abort_of_the_caller_ends_a_request_for_good():
     async def scenario():
         servers = [FakeServer(), FakeServer()]

@@ -21,8 +21,7 @@ from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
-from rl_trainer.workers.agent import GroupReport, Job
-from rl_trainer.workers.grading import GradedGroup
+from rl_trainer.workers.agent import Job
 from rl_trainer.workers.loop_thread import LoopThread
 
 SIZES = ["batch.batch_size=4", "batch.mini_batch_size=4", "batch.group_size=2", "batch.over_sampling=0.5"]
@@ -53,13 +52,33 @@ def test_the_slowest_are_stopped_and_come_first_in_the_next_step():
     first = step(made, 1)
     assert (len(first.batch), first.stopped_groups) == (8, 2)
     assert drawn[1] not in rows_of(first)
-    assert made.order.state_dict()["returned"] == [row for row in drawn[:6] if row not in rows_of(first)]
+    left = [row for row in drawn[:6] if row not in rows_of(first)]
+    assert sorted([*made.pending, *(group.row_index for group in made.held)]) == sorted(left)
+    assert agents.is_held, "nothing is generated while the weights change"
     second = step(made, 2)
-    again = [job.row_index for job, _ in agents.submitted[6:8]]
-    assert drawn[1] in again
-    assert set(again) <= set(rows_of(second)), "the eighth group is slow, and was waited for all the same"
+    assert len(agents.submitted) == 10, "four more; those that are left go on, and are submitted once"
+    assert set(left) <= set(rows_of(second)), "the second group is slow, and was waited for all the same"
     assert not set(rows_of(first)) & set(rows_of(second))
-    assert made.position == 10  # six, and four more beside the two that came back
+    assert min(tags["weight_version_min"] for tags in second.batch.tags) == 0, "what began at the first weights"
+
+
+def test_an_evaluation_between_two_steps_is_answered():
+    agents, made = source(slow=[2])
+    step(made, 1)
+    made.evaluate([{}])
+    assert not agents.is_held
+    assert len(step(made, 2).groups) == 4
+
+
+def test_tokens_may_be_a_version_older_per_batch_of_extras():
+    for share, oldest in (("0", 0), ("0.5", 1), ("1", 1), ("1.5", 2)):
+        config = load_config("quickstart", [*SIZES, f"batch.over_sampling={share}"])
+        assert create_schedule(config).bound_at(3).most == oldest
+
+
+def test_old_log_probs_that_are_computed_anew_are_refused():
+    with pytest.raises(PlanError, match="batch.over_sampling learns from tokens of older weights"):
+        make_plan(load_config("quickstart", [*SIZES, "algorithm.old_logprobs=recompute"]))
 
 
 def test_unusable_groups_fall_short_and_are_not_returned():
@@ -84,22 +103,6 @@ def test_a_deadline_says_how_far_it_came():
 def test_it_is_refused_where_it_would_do_nothing():
     with pytest.raises(PlanError, match="over_sampling=0.5 does nothing with pipeline=fully_async"):
         make_plan(load_config("quickstart", [*SIZES, "pipeline=fully_async"]))
-
-
-class Loop(rl_agent.AgentLoop):
-    """Answers at once, or waits until it is cancelled."""
-
-    cancelled = 0
-
-    async def run(self, sampling_params, row):
-        if row["is_slow"]:
-            try:
-                await asyncio.sleep(600)
-            except asyncio.CancelledError:
-                type(self).cancelled += 1
-                raise
-        one = {"prompt_token_ids": (1,), "completion_token_ids": (2,), "loss_mask": (1,), "rollout_logprobs": (-1.0,)}
-        return AgentLoopOutput(**one, weight_versions=(1,), finish_reason="stop", text="")
 
 
 class Scorer:
@@ -168,39 +171,6 @@ def test_a_failure_names_its_row(agent_worker, ended):
     worker.close()
 
 
-class Gated(Rows):
-    """A queue whose puts wait for a gate."""
-
-    def __init__(self):
-        super().__init__()
-        self.entered, self.gate = threading.Event(), threading.Event()
-
-    def put(self, columns, partition, tags, credit):
-        self.entered.set()
-        assert self.gate.wait(60)
-        super().put(columns, partition, tags, credit)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("others", [[True, True], []], ids=["others are stopped", "nothing else is left"])
-def test_a_worker_stops_what_is_not_complete_and_writes_what_is(agent_worker, others, monkeypatch):
-    monkeypatch.setattr(Loop, "cancelled", 0)
-    queue = Gated()
-    worker = agent_worker(queue, Loop, Scorer())
-    jobs = [
-        Job(row={"is_slow": slow, "data_source": "x"}, row_index=group, group_id=group, place=group)
-        for group, slow in enumerate([False, *others])
-    ]
-    worker.submit(jobs, {}, "train", 2)
-    assert queue.entered.wait(60)
-    threading.Timer(0.2, queue.gate.set).start()  # the write is under way when it is told to stop
-    worker.stop_running()
-    assert [tag["group_id"] for tag in queue.tags] == [0, 0]
-    assert Loop.cancelled == 2 * len(others)
-    assert worker.poll() == [GroupReport(finished=(GradedGroup(group_id=0, attempt=0, rewards=(1.0, 1.0)),))]
-    worker.close()
-
-
 def test_slow_worker_calls_are_named_and_cancelled():
     """The worker's own errors keep their type."""
     loop, cancelled = LoopThread("test"), threading.Event()
@@ -265,9 +235,15 @@ def test_a_real_job_learns_from_every_prompt_once(model, tmp_path):
     assert time.monotonic() - start < 120, "nothing waited for a deadline"
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][1:]
     assert [r["metrics"]["stopped_groups"] for r in records] == [4, 4, 4]
+    ages = [r["metrics"]["staleness_max"] for r in records]
+    assert (ages[0], max(ages)) == (0, 1), "completions that were stopped go on under the next weights"
     steps = [json.loads(line)["rows"] for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
     rows = [row for step in steps for row in step]
     assert len(rows) == len(set(rows)) == 12
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert len(state["pending"]) == 4
-    assert not set(state["pending"]) & set(rows)
+    left = {*state["pending"], *(group["row_index"] for group in state["held"])}
+    assert len(left) == 4
+    assert not left & set(rows)
+    resume = ["steps=4", f"resume_from={tmp_path / 'out' / 'checkpoint-3'}", f"output_dir={tmp_path / 'next'}"]
+    run(load_config("quickstart", [*settings, *resume]), Console(quiet=True))
+    assert left == set(json.loads((tmp_path / "next" / "prompts.jsonl").read_text().splitlines()[-1])["rows"])

@@ -173,13 +173,12 @@ def test_a_mistake_in_a_worker_ends_the_run():
         workers.poll()
 
 
-def test_what_stopped_workers_failed_with_ends_the_run():
+def test_a_mistake_in_a_hold_ends_the_run():
     replica_set, workers = agents(1)
-    replica_set.workers[0].stop_running = lambda: None
+    replica_set.workers[0].hold = lambda: 1 / 0
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
-    replica_set.workers[0].poll = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        workers.stop_running()
+        workers.hold()
 
 
 class Replica:

@@ -57,7 +57,7 @@ EXPECTED = {
     "rollout_correction/run_with_rollout_corr_multi_rs": {"algorithm.rejection": "token_k1"}
     | {"algorithm.rejection_bounds": (1 / 1.6, 1 / 0.6), "algorithm.correction": "none"},
     "sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn": {"rollout.backend": "sglang", "agent.loop": "tool"}
-    | {"batch.over_sampling": 0.1},
+    | {"batch.over_sampling": 0.1, "algorithm.old_logprobs": "rollout"},
     "router_replay/run_qwen30_a3b_megatron_vllm": {
         "engine.backend": "megatron",
         "engine.parallel.ep": 8,

@@ -167,7 +167,7 @@ class FakeAgents:
         self._per_poll, self._fails, self._slow = per_poll, set(fails), set(slow)
         self._running: dict[int, tuple[Job, int]] = {}
         self._is_kept = group_filter(config.batch)
-        self.version = 0
+        self.version, self.is_held = 0, False
         self.submitted: list[tuple[Job, int]] = []
 
     def submit(self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int) -> None:
@@ -182,6 +182,8 @@ class FakeAgents:
 
     def poll(self) -> list[GroupReport]:
         """Finish some groups and put those that are kept into the queue."""
+        if self.is_held:
+            return []
         quick = [group for group in self._running if group not in self._slow]
         done = self._draw.sample(sorted(quick or self._running), min(self._per_poll, len(quick or self._running)))
         ended = {group: self._running.pop(group) for group in done}
@@ -225,10 +227,13 @@ class FakeAgents:
             return GroupReport()
         return GroupReport(finished=(graded,))
 
-    def stop_running(self) -> list[GroupReport]:
-        """Abort the groups that have not finished."""
-        self._running.clear()
-        return []
+    def hold(self) -> None:
+        """Stop: no group finishes until `release`."""
+        self.is_held = True
+
+    def release(self) -> None:
+        """Continue."""
+        self.is_held = False
 
     def evaluate(self, jobs: Sequence[Job], sampling_params: dict[str, Any]) -> list[EvalReport]:
         """Report that every completion is right."""

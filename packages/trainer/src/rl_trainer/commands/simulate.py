@@ -317,6 +317,7 @@ class _Servers:
         self._events: list[tuple[float, int, int]] = []
         """Heap of (when, replica, its turn): one of its sequences ends; or (when, _REWARDS, group)."""
         self._reports: list[GroupReport] = []
+        self._is_held = False
         self._is_kept = group_filter(config.batch)
         self.queue = _Queue(self.wait)
         self._groups: dict[int, tuple[list[float], int | None, int]] = {}
@@ -345,15 +346,13 @@ class _Servers:
     def finish(self, group: int) -> None:
         """Nothing dies here."""
 
-    def stop_running(self) -> list[GroupReport]:
-        for replica in self._replicas:
-            self._progress(replica)
-            replica.running.clear()
-            replica.waiting.clear()
-            replica.turn += 1
-        self._groups.clear()
-        self._events.clear()
-        return self.poll()
+    def hold(self) -> None:
+        """Stop generating: `advance` lets no sequence progress until `release`."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """Continue generating."""
+        self._is_held = False
 
     def wait(self, seconds: float) -> None:
         """Let time pass until a group ends, if it may pass at all."""
@@ -382,6 +381,9 @@ class _Servers:
 
     def advance(self, seconds: float) -> None:
         """Let the engine do what takes it `seconds` alone, with whatever is generated meanwhile."""
+        if self._is_held:
+            self.pause(seconds)
+            return
         self._set_pace(self._rates.overlap)
         while True:
             pace = self._pace if any(replica.running for replica in self._replicas) else 1.0

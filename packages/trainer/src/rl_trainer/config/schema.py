@@ -306,8 +306,9 @@ class BatchConfig:
     filter: str | None = None
     """Filter of groups by the tags of their samples, a plug-in; refused groups are replaced by other prompts."""
     over_sampling: Annotated[float, Field(ge=0)] = 0.0
-    """Share of extra groups that are started; the slowest are aborted once enough are complete. Aborted prompts go
-    first in the next step, where they are waited for. Not with pipeline=fully_async."""
+    """Share of extra groups that are started; the slowest are stopped once enough are complete. They continue in the
+    next step from the tokens that they have, under its weights, and are waited for. After a resume they are generated
+    anew. Needs a loss that corrects for older weights. Not with pipeline=fully_async, which does so by itself."""
     stream: bool = False
     """Stream: score a mini-batch, and learn from it, as soon as its groups are complete, while others are generated.
     With pipeline=sync. Where others are scored by weights that its update changes (old_logprobs=recompute, a critic) or

@@ -143,12 +143,13 @@ class AgentReplicas:
             self._deal(again)
         return [*given_up, *self._reports_of(members)]
 
-    def stop_running(self) -> list[GroupReport]:
-        """Abort the groups that are not complete; returns those that failed before."""
-        self._raise_unless_dead(self.replica_set.call(AgentWorker.stop_running, dict.fromkeys(self._running, ())))
-        reports = self._reports_of([member for member in self._running if member in self.replica_set.members])
-        self._running.clear()
-        return reports
+    def hold(self) -> None:
+        """Stop generating on all members: `AgentWorker.hold`."""
+        self._raise_unless_dead(self.replica_set.call(AgentWorker.hold, dict.fromkeys(self._running, ())))
+
+    def release(self) -> None:
+        """Continue what `hold` has stopped."""
+        self._raise_unless_dead(self.replica_set.call(AgentWorker.release, dict.fromkeys(self._running, ())))
 
     def _reports_of(self, members: Sequence[int]) -> list[GroupReport]:
         answers = self.replica_set.call(AgentWorker.poll, dict.fromkeys(members, ()))

@@ -64,7 +64,7 @@ class Generated:
     dropped_groups: int
     """Groups that were replaced because of their rewards (`batch.dynamic_sampling`, `batch.filter`)."""
     stopped_groups: int = 0
-    """Groups that were not waited for (`batch.over_sampling`); their prompts come next."""
+    """Groups that were not waited for (`batch.over_sampling`): they continue in the next step."""
     late_groups: int = 0
     """Groups thrown away because their weights had become too old (`staleness.policy`)."""
     groups: tuple[HeldGroup, ...] = ()
@@ -153,6 +153,10 @@ class RolloutSource:
         self._num_asked = 0
         self._awaited = set(order.returned) if config.batch.over_sampling else set[int]()
         """Prompts whose groups are waited for: they were stopped once."""
+        self._left = set[int]()
+        """Groups that an earlier batch has left over (`batch.over_sampling`)."""
+        self._is_held = False
+        """Whether agent workers have stopped generating."""
         self.should_stop: Callable[[], bool] = lambda: False
         """Whether a wait for rollouts is to end, asked while nothing of the step has been learned."""
         self.sleep: Callable[[float], None] = time.sleep
@@ -232,7 +236,7 @@ class RolloutSource:
         """Release prompts, as many as the queue admits, now that the servers hold weights of `version`."""
         self._advance(version)
         while True:
-            if self._replay is not None and (self._running or self._finished):
+            if self._replay is not None and {*self._running, *self._finished} - self._left:
                 return  # with replay a release is one step's
             is_new = self._position == self._size
             if (is_new and self._step == self._config.steps) or (self._claimed and self.is_at_step_start):
@@ -299,20 +303,20 @@ class RolloutSource:
         Raises:
             RolloutFailedError: as `take`.
         """
-        if not (self._running or self._finished):
+        if self._is_held or not (self._running or self._finished):
             return
         batch = self._config.batch
         num_parts = batch.batch_size // batch.mini_batch_size if batch.stream else 1
         while len(self._claimed) < num_parts:
             self._claimed.append(self._claim(batch.mini_batch_size if batch.stream else None))
         waited = self._waiting()
-        while self._running:
+        while self._running and not self._is_held:
             next(waited)
             self.sleep(self._poll_s)
 
     def collect(self) -> None:
         """Take in what agent workers report: groups that failed, have no signal or come too late are replaced."""
-        if self._running and time.monotonic() - self._polled_at >= self._poll_s:
+        if self._running and not self._is_held and time.monotonic() - self._polled_at >= self._poll_s:
             for report in self._agents.poll():
                 self._take_in(report)
             self._polled_at = time.monotonic()
@@ -325,6 +329,7 @@ class RolloutSource:
         """
         sampling = self.sampling("eval", temperature=self._config.rollout.eval_temperature)
         each = range(self._config.rollout.eval_samples * len(rows))
+        self._continue()
         asked = [
             Job(row=rows[i], row_index=i, group_id=n, place=n, where=location(rows, i, kind="held-out row"))
             for n, i in ((n, n % len(rows)) for n in each)
@@ -366,8 +371,7 @@ class RolloutSource:
     def _advance(self, version: int) -> None:
         """Report the weights on the servers to the queue, and replace the groups that it gives up as too old."""
         if self._version == -1:
-            extra = math.ceil(self._config.batch.batch_size * self._config.batch.over_sampling)
-            self._queue.configure(PARTITION, staleness=replace(self._policy, num_extra=extra), tasks=(_TASK,))
+            self._queue.configure(PARTITION, staleness=self._policy, tasks=(_TASK,))
         if version <= self._version:
             return
         self._version = version
@@ -423,7 +427,7 @@ class RolloutSource:
                 break
             wait_s = self._poll_s
         if self._config.batch.over_sampling:
-            self._stop_stragglers(claimed.keys())
+            self._hold_stragglers(claimed.keys())
         rows = BatchMeta.concat([*claimed.values()])
         return replace(rows, columns=tuple(rows.tags[0]["columns"]))  # of every put of a run
 
@@ -440,29 +444,28 @@ class RolloutSource:
         self._take_in(GroupReport(finished=tuple(GradedGroup.of(rows.tags) for rows in groups.values())))
         return groups
 
-    def _stop_stragglers(self, claimed: Collection[Hashable]) -> None:
-        """Abort what the batch does not need (`batch.over_sampling`).
+    def _hold_stragglers(self, claimed: Collection[Hashable]) -> None:
+        """Stop what the batch does not need (`batch.over_sampling`), until the next prompts are released.
 
-        Aborted prompts go first in the next step, where they are waited for: none is left out for being long.
+        Every completion keeps its tokens and continues under the new weights. The next step waits for these groups:
+        none is left out for being long.
         """
         if self._running:
-            for report in self._agents.stop_running():
-                self._take_in(report, replaces=False)
-        index_of = {group: job.row_index for group, job in self._running.items()}
-        finished = {group: held.row_index for group, held in self._finished.items() if group not in claimed}
-        if finished:
-            for rows in self._claim_now(len(finished), _RESUME_WAIT_S).values():
-                self._queue.clear(rows)
-        for job in self._running.values():
-            self._queue.release(_credit_of(job))
-        rest = index_of | finished
-        self.order.give_back([rest[group] for group in sorted(rest)])
-        self._awaited = {*rest.values()}
-        self._running.clear()
-        self._finished = {group: held for group, held in self._finished.items() if group in claimed}
-        self._outcome.num_stopped += len(rest)
+            self._agents.hold()
+            self._is_held = True
+        late = [group for group in self._finished if group not in claimed]
+        self._left = {*self._running, *late}
+        rows = {group: job.row_index for group, job in self._running.items()}
+        self._awaited = {*rows.values()} | {self._finished[group].row_index for group in late}
+        self._outcome.num_stopped += len(self._left)
 
-    def _take_in(self, report: GroupReport, *, replaces: bool = True) -> None:
+    def _continue(self) -> None:
+        """Continue the groups that `_hold_stragglers` has stopped."""
+        if self._is_held:
+            self._agents.release()
+            self._is_held = False
+
+    def _take_in(self, report: GroupReport) -> None:
         """Count what a worker reports, and give up the groups that will not come."""
         outcome = self._outcome
         outcome.failures.update(report.failures)
@@ -484,28 +487,29 @@ class RolloutSource:
                 self.order.observe(job.row_index, graded.rewards)
                 outcome.num_dropped += 1
                 outcome.rewards += graded.rewards
-                self._give_up(graded.group_id, replaces=replaces)
+                self._give_up(graded.group_id)
         for group in report.late:
             if group in self._running:
                 outcome.num_late += 1
-                self._give_up(group, replaces=replaces)
+                self._give_up(group)
         for group in report.failed:
             if group in self._running:
                 outcome.num_failed_groups += 1
-                self._give_up(group, replaces=replaces)
+                self._give_up(group)
 
-    def _give_up(self, group: int, *, replaces: bool = True) -> None:
+    def _give_up(self, group: int) -> None:
         """Give a group up, and draw another prompt for its position unless enough groups are under way."""
         job = self._running.pop(group, None)
         if job is not None:
             self._agents.finish(group)
             self._queue.release(_credit_of(job))
         place = job.place if job is not None else self._finished.pop(group).place
-        if replaces and (not self._config.batch.over_sampling or self.progress[1] < self._size):
+        if not self._config.batch.over_sampling or self.progress[1] < self._size:
             self._submit([self._admit()], place, salt=f"instead of {group}")
 
     def _submit(self, admitted: Sequence[Credit], first_place: int, salt: str) -> None:
         """Draw a prompt for each credit, at positions of a step's batch from `first_place` on, and roll them out."""
+        self._continue()
         indexes = self.order.take(len(admitted))
         jobs = [
             Job(

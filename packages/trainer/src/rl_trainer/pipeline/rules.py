@@ -47,6 +47,8 @@ def check_pipeline(config: Config) -> None:
             f"batch.over_sampling={config.batch.over_sampling:g} does nothing with pipeline={config.pipeline}, which "
             "begins groups ahead and waits for none that may be late: leave it out, and see staleness"
         )
+    if config.batch.over_sampling:
+        _require_off_policy(config, "batch.over_sampling")
     if schedule.lag or schedule.policy.max_staleness:
         _require_off_policy(config, f"pipeline={config.pipeline}")
 

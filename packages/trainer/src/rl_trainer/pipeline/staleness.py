@@ -7,6 +7,7 @@ policy (`rl_tq.types.StalenessPolicy`) that the schedule names: shipped ones by 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,7 +83,8 @@ class Schedule:
     def bound_at(self, step: int) -> AgeBound:
         """Ages that tokens of the batch of `step` may have."""
         lag = self.lag if step >= self.lags_from else 0
-        return AgeBound(lag, None if self.policy.bound is None else self.policy.bound + lag)
+        late = math.ceil(self.policy.num_extra / self.policy.batch_size)
+        return AgeBound(lag, None if self.policy.bound is None else self.policy.bound + lag + late)
 
 
 def sync(config: Config) -> Schedule:
@@ -130,4 +132,5 @@ def create_schedule(config: Config) -> Schedule:
         register_policy(type(made.policy))
     except ValueError as error:
         raise ConfigError(f"the staleness policy of pipeline={config.pipeline}: {error}") from error
-    return made
+    extra = math.ceil(config.batch.batch_size * config.batch.over_sampling)
+    return replace(made, policy=replace(made.policy, num_extra=extra))

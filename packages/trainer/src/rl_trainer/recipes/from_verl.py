@@ -371,7 +371,8 @@ class _Converter:
             inverse = [1 / upper, 1 / float(low) if low else upper]  # verl's ratio is rollout / engine
             bounds = inverse if scheme.endswith("k1") else [0.0, upper]
             self.out.recipe["algorithm"] |= {"rejection": scheme, "rejection_bounds": bounds}
-        if self.mode not in ("sync", "colocate_async") and not self.at("algorithm.correction"):
+        is_off_policy = self.mode not in ("sync", "colocate_async") or self.at("batch.over_sampling")
+        if is_off_policy and not self.at("algorithm.correction"):
             self.set("algorithm.old_logprobs", "rollout")
 
     def _optimizer(self) -> None:

@@ -36,7 +36,7 @@ from rl_trainer.workers.queue import write_step
 from rl_trainer.workers.teacher import ServedTeacher
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from rl_agent.base import Generator, PromptTokenizer, RolloutRunner
@@ -262,7 +262,6 @@ class AgentWorker:
         self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
-        self._running: set[asyncio.Task[Any]] = set()
         self._outcomes = _Outcomes()
         self._default = next(iter(model_paths))
         make = rl_agent.registry.create_tokenizer
@@ -315,8 +314,7 @@ class AgentWorker:
         A group is put into `partition` when its last rollout is scored; `poll` reports how each group ended.
         """
         if jobs:
-            work = self._stream(self._roll_out(jobs, sampling_params, partition, group_size))
-            self._streams.append(self._loop.start(work))
+            self._streams.append(self._loop.start(self._roll_out(jobs, sampling_params, partition, group_size)))
         return []
 
     def poll(self) -> list[GroupReport]:
@@ -327,27 +325,15 @@ class AgentWorker:
             stream.result()
         return [self._outcomes.take()]
 
-    async def _stream(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "it runs as one"
-        self._running.add(task)
-        try:
-            await work
-        finally:
-            self._running.discard(task)
+    def hold(self) -> None:
+        """Stop generating; rollouts keep their state and their tokens, and continue at `release`."""
+        for replicas in self._replicas.values():
+            self._loop.run(replicas.router.hold(), self._timeout_s)
 
-    def stop_running(self) -> None:
-        """Abort the submitted groups that are not complete; complete ones are in the queue when this returns."""
-        self._loop.run(self._stop_running(), self._timeout_s)
-        self._streams = []
-
-    async def _stop_running(self) -> None:
-        stopped = list(self._running)
-        for task in stopped:
-            task.cancel()
-        for ended in await asyncio.gather(*stopped, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
+    def release(self) -> None:
+        """Continue the rollouts that `hold` has stopped, with the weights that the servers have now."""
+        for replicas in self._replicas.values():
+            self._loop.run(replicas.router.release(), self._timeout_s)
 
     async def _roll_out(
         self, jobs: list[Job], sampling_params: dict[str, Any], partition: str, group_size: int
