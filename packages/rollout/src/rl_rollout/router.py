@@ -124,6 +124,13 @@ class Turns:
                 self.lost[server] = error
             self.changed.notify_all()
 
+    def is_over(self, request: GenerateRequest, reason: FinishReason | None, server: RolloutServer) -> bool:
+        """Whether a finish reason of a replica ends the request, and not just a part: held, or the replica leaves."""
+        was_held = reason is not None and request.request_id in self.held
+        self.held.difference_update([request.request_id] if was_held else [])
+        is_cut_short = reason is FinishReason.ABORT and (was_held or server not in self.loads)
+        return reason is not None and (not is_cut_short or request.request_id in self.aborted)
+
 
 class Router(ServerGroup):
     """Router over replicas, which may join and leave while it serves.
@@ -235,15 +242,7 @@ class Router(ServerGroup):
         """Health check of every replica, every `health_check_s` seconds."""
         while True:
             await asyncio.sleep(self._health_check_s)
-            await asyncio.gather(*(self._look_at(server) for server in self.servers))
-
-    async def _look_at(self, server: RolloutServer) -> None:
-        try:
-            await server.check_health()
-        except ServerLostError as error:
-            await self._turns.leave_out(server, error)
-            # Requests that wait for its answer may never hear of the loss; stopping it ends them, and they are resumed.
-            await asyncio.gather(server.stop(), return_exceptions=True)
+            await asyncio.gather(*(_look_at(server, self._turns) for server in self.servers))
 
     # ---- requests
 
@@ -279,7 +278,7 @@ class Router(ServerGroup):
             return error.partial or TokenOutput.empty(request), False
         finally:
             await self._turns.give_back(server)
-        return output, self._is_over(request, output.finish_reason, server)
+        return output, self._turns.is_over(request, output.finish_reason, server)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `RolloutServer.generate_stream`. Continues on another replica as `generate` does.
@@ -300,7 +299,7 @@ class Router(ServerGroup):
                     async with aclosing(server.generate_stream(due(left, deadline))) as chunks:
                         async for chunk in chunks:
                             done = done.extended(chunk)
-                            if self._is_over(request, chunk.finish_reason, server):
+                            if self._turns.is_over(request, chunk.finish_reason, server):
                                 yield chunk
                                 return
                             yield replace(chunk, finish_reason=None)
@@ -312,13 +311,6 @@ class Router(ServerGroup):
                 left = rest_of(request, done)
             reason = FinishReason.ABORT if left is not None else FinishReason.LENGTH
             yield TokenChunk(token_ids=(), logprobs=(), weight_versions=(), finish_reason=reason)
-
-    def _is_over(self, request: GenerateRequest, reason: FinishReason | None, server: RolloutServer) -> bool:
-        """Whether a finish reason of a replica ends the request, and not just a part: held, or the replica leaves."""
-        was_held = reason is not None and request.request_id in self._turns.held
-        self._turns.held.difference_update([request.request_id] if was_held else [])
-        is_cut_short = reason is FinishReason.ABORT and (was_held or server not in self._turns.loads)
-        return reason is not None and (not is_cut_short or request.request_id in self._turns.aborted)
 
     @contextmanager
     def _entered(self, request: GenerateRequest) -> Generator[None]:
@@ -443,6 +435,15 @@ class Router(ServerGroup):
 
     async def _on_all(self, call: Callable[[RolloutServer], Awaitable[Any]]) -> None:
         await asyncio.gather(*(call(server) for server in self._turns.loads))
+
+
+async def _look_at(server: RolloutServer, turns: Turns) -> None:
+    try:
+        await server.check_health()
+    except ServerLostError as error:
+        await turns.leave_out(server, error)
+        # Requests that wait for its answer may never hear of the loss; stopping it ends them, and they are resumed.
+        await asyncio.gather(server.stop(), return_exceptions=True)
 
 
 def deadline_of(request: GenerateRequest) -> float | None:

@@ -317,7 +317,7 @@ class _Servers:
         self._events: list[tuple[float, int, int]] = []
         """Heap of (when, replica, its turn): one of its sequences ends; or (when, _REWARDS, group)."""
         self._reports: list[GroupReport] = []
-        self._is_held = False
+        self.is_held = False
         self._is_kept = group_filter(config.batch)
         self.queue = _Queue(self.wait)
         self._groups: dict[int, tuple[list[float], int | None, int]] = {}
@@ -348,11 +348,11 @@ class _Servers:
 
     def hold(self) -> None:
         """Stop generating: `advance` lets no sequence progress until `release`."""
-        self._is_held = True
+        self.is_held = True
 
     def release(self) -> None:
         """Continue generating."""
-        self._is_held = False
+        self.is_held = False
 
     def wait(self, seconds: float) -> None:
         """Let time pass until a group ends, if it may pass at all."""
@@ -381,7 +381,7 @@ class _Servers:
 
     def advance(self, seconds: float) -> None:
         """Let the engine do what takes it `seconds` alone, with whatever is generated meanwhile."""
-        if self._is_held:
+        if self.is_held:
             self.pause(seconds)
             return
         self._set_pace(self._rates.overlap)

@@ -47,6 +47,8 @@ class AgentReplicas:
         self.replica_set = replica_set
         self._servers, self._reward_urls = {**servers}, dict[str, str]()
         self._connected = dict.fromkeys(replica_set.members, (self._servers, self._reward_urls))
+        self.is_held = False
+        """Whether rollouts are stopped."""
         self._running: dict[int, dict[int, _Submission]] = {}
         self._member_of: dict[int, int] = {}
 
@@ -146,9 +148,13 @@ class AgentReplicas:
     def hold(self) -> None:
         """Stop generating on all members: `AgentWorker.hold`."""
         self._raise_unless_dead(self.replica_set.call(AgentWorker.hold, dict.fromkeys(self._running, ())))
+        self.is_held = True
 
     def release(self) -> None:
-        """Continue what `hold` has stopped."""
+        """Continue what `hold` has stopped, if anything."""
+        if not self.is_held:
+            return
+        self.is_held = False
         self._raise_unless_dead(self.replica_set.call(AgentWorker.release, dict.fromkeys(self._running, ())))
 
     def _reports_of(self, members: Sequence[int]) -> list[GroupReport]:

@@ -155,8 +155,6 @@ class RolloutSource:
         """Prompts whose groups are waited for: they were stopped once."""
         self._left = set[int]()
         """Groups that an earlier batch has left over (`batch.over_sampling`)."""
-        self._is_held = False
-        """Whether agent workers have stopped generating."""
         self.should_stop: Callable[[], bool] = lambda: False
         """Whether a wait for rollouts is to end, asked while nothing of the step has been learned."""
         self.sleep: Callable[[float], None] = time.sleep
@@ -303,20 +301,20 @@ class RolloutSource:
         Raises:
             RolloutFailedError: as `take`.
         """
-        if self._is_held or not (self._running or self._finished):
+        if self._agents.is_held or not (self._running or self._finished):
             return
         batch = self._config.batch
         num_parts = batch.batch_size // batch.mini_batch_size if batch.stream else 1
         while len(self._claimed) < num_parts:
             self._claimed.append(self._claim(batch.mini_batch_size if batch.stream else None))
         waited = self._waiting()
-        while self._running and not self._is_held:
+        while self._running and not self._agents.is_held:
             next(waited)
             self.sleep(self._poll_s)
 
     def collect(self) -> None:
         """Take in what agent workers report: groups that failed, have no signal or come too late are replaced."""
-        if self._running and not self._is_held and time.monotonic() - self._polled_at >= self._poll_s:
+        if self._running and not self._agents.is_held and time.monotonic() - self._polled_at >= self._poll_s:
             for report in self._agents.poll():
                 self._take_in(report)
             self._polled_at = time.monotonic()
@@ -329,7 +327,7 @@ class RolloutSource:
         """
         sampling = self.sampling("eval", temperature=self._config.rollout.eval_temperature)
         each = range(self._config.rollout.eval_samples * len(rows))
-        self._continue()
+        self._agents.release()
         asked = [
             Job(row=rows[i], row_index=i, group_id=n, place=n, where=location(rows, i, kind="held-out row"))
             for n, i in ((n, n % len(rows)) for n in each)
@@ -452,18 +450,11 @@ class RolloutSource:
         """
         if self._running:
             self._agents.hold()
-            self._is_held = True
         late = [group for group in self._finished if group not in claimed]
         self._left = {*self._running, *late}
         rows = {group: job.row_index for group, job in self._running.items()}
         self._awaited = {*rows.values()} | {self._finished[group].row_index for group in late}
         self._outcome.num_stopped += len(self._left)
-
-    def _continue(self) -> None:
-        """Continue the groups that `_hold_stragglers` has stopped."""
-        if self._is_held:
-            self._agents.release()
-            self._is_held = False
 
     def _take_in(self, report: GroupReport) -> None:
         """Count what a worker reports, and give up the groups that will not come."""
@@ -509,7 +500,7 @@ class RolloutSource:
 
     def _submit(self, admitted: Sequence[Credit], first_place: int, salt: str) -> None:
         """Draw a prompt for each credit, at positions of a step's batch from `first_place` on, and roll them out."""
-        self._continue()
+        self._agents.release()
         indexes = self.order.take(len(admitted))
         jobs = [
             Job(
