@@ -8,8 +8,10 @@ import torch
 import rl_csrc
 from rl_csrc.cpu import kernels as cpu_head
 from rl_engine import EngineConfig, LoraConfig, OptimizerConfig, ParallelConfig, check, create_engine
+from rl_engine.backends.fsdp import FsdpBackend
 from rl_engine.layers import logprobs
 from rl_engine.losses import DistillLoss, DpoLoss, sft_loss, token_local, token_mean, token_values
+from rl_engine.model.module_engine import Capabilities
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 
@@ -129,3 +131,9 @@ def test_check_says_who_makes_the_loss(folder):
     assert said(num_candidates=2).startswith("no: num_candidates is 2")
     assert said(parallel=ParallelConfig(sp=2)).startswith("no: parallel.sp is 2")
     assert said(optimizer=None) is None
+
+
+def test_a_backend_that_makes_whole_logits_says_so(folder, monkeypatch):
+    monkeypatch.setattr(FsdpBackend, "capabilities", Capabilities(has_loss_in_head=False))
+    found = check("fsdp", EngineConfig(model_path=str(folder)), 2)
+    assert found["loss_in_head"] == "no: the backend's models make whole logits"

@@ -17,7 +17,7 @@ from rl_engine.backends.fsdp import FsdpBackend, check_fit, sum_gradients
 from rl_engine.checkpoint.hf_folder import empty_model, parameter_dtype, trains_narrow
 from rl_engine.errors import BackendError, ConfigError, ModelFolderError
 from rl_engine.model.hf import PolicyScorer
-from rl_engine.model.module_engine import ModuleEngine
+from rl_engine.model.module_engine import Capabilities, ModuleEngine
 from rl_engine.model.settings import check_float8, refuse_fsdp_only
 from rl_engine.types import EngineConfig, Head, ModelInit, ParallelConfig, Precision
 
@@ -44,6 +44,8 @@ def create(config: EngineConfig) -> Engine:
 
 class VeomniBackend(FsdpBackend):
     """See `ModuleBackend`: VeOmni's models, sharded over all ranks."""
+
+    capabilities = Capabilities(has_loss_in_head=False)
 
     def check(self, world_size: int) -> str | None:
         """See `ModuleBackend`."""

@@ -53,6 +53,8 @@ class Capabilities:
     """`transformer_engine=false`: it builds layers from its modules otherwise."""
     reads_dist_checkpoints: bool = False
     """`dist_checkpoint`."""
+    has_loss_in_head: bool = True
+    """Whether token-local losses are computed in the head; False: the model makes whole logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,8 @@ class ModuleEngine(Engine):
             raise ConfigError("dist_checkpoint is set; of the backends here megatron alone reads such folders.")
         idle = idle_accelerator()
         found = settings_status(config, self._backend.check(world_size))
+        if "loss_in_head" in found and not able.has_loss_in_head:
+            found["loss_in_head"] = "no: the backend's models make whole logits"
         if idle is not None:
             found["device"] = f"cpu, as engines here do not compute on {idle}"
         if config.exports_adapter:
