@@ -50,7 +50,7 @@ class TestRayDirect(TransferQueueContract):
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("options", ["", "?tensor_transport=nixl"])
+@pytest.mark.parametrize("options", ["", pytest.param("?tensor_transport=nixl", marks=pytest.mark.slow)])
 def test_ray_tasks_exchange_rows_and_values_outlive_their_maker(options):
     @ray.remote(num_cpus=1, max_calls=1)  # its process ends with it
     def produce(address: str) -> rl_tq.BatchMeta:
