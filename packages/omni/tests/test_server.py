@@ -1,11 +1,12 @@
 import asyncio
+import threading
 
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from rl_omni import columns_of
-from rl_omni.pipeline import load_pipeline
+from rl_omni.pipeline import PipelineModel, load_pipeline
 from rl_omni.testing import write_tiny_pipeline
 from rl_rollout.errors import ConfigError, ModelFolderError, RequestError, ServerLostError, WeightUpdateError
 from rl_rollout.registry import create_server, launch_server
@@ -167,3 +168,26 @@ def test_a_vae_decodes_the_last_latents(tmp_path):
     with torch.no_grad():
         decoded = vae.decode(output.latents[-1:] / 0.5 + 0.1).sample[0]
     torch.testing.assert_close(output.picture, ((decoded + 1) / 2).clamp(0, 1))
+
+
+def test_a_failing_step_of_a_cancelled_request_ends_no_server(pipeline, monkeypatch):
+    entered, left = threading.Event(), threading.Event()
+
+    async def use(server):
+        def failing(*_):
+            entered.set()
+            left.wait(30)
+            raise RuntimeError("on purpose")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PipelineModel, "velocity", failing)
+            task = asyncio.create_task(server.generate(request("left")))
+            await asyncio.to_thread(entered.wait, 30)
+            task.cancel()
+            await asyncio.wait([task])
+            left.set()
+            await server.pause("abort")
+        await server.resume()
+        return await asyncio.wait_for(server.generate(request("next")), 30)
+
+    assert asyncio.run(served(pipeline, use)).finish_reason == FinishReason.STOP

@@ -245,9 +245,14 @@ class DiffusionServer(RolloutServer):
         samples = mean + stds.view(-1, 1, 1, 1) * noise.to(self._device)
         return list(samples.cpu().unbind()), logprobs_of(samples, mean, stds).tolist()
 
+    def _is_open(self, sequence: _Sequence) -> bool:
+        """Take a request out of the batch; returns whether its caller still waits."""
+        if sequence in self._active:
+            self._active.remove(sequence)
+        return not sequence.done.done()
+
     def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
-        self._active.remove(sequence)
-        if sequence.done.done():
+        if not self._is_open(sequence):
             return
         assert self._model is not None
         count = len(sequence.logprobs)
@@ -269,8 +274,7 @@ class DiffusionServer(RolloutServer):
         )
 
     def _fail(self, sequence: _Sequence, error: Exception) -> None:
-        self._active.remove(sequence)
-        if not sequence.done.done():
+        if self._is_open(sequence):
             sequence.done.set_exception(error)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

@@ -283,11 +283,24 @@ def _profiles(config: Config, components: Components, run: _Run) -> Profiles:
         from rl_trainer.workers.rollout import RolloutWorker
 
         given = {member: (tools, f"{stem}-{member}") for member in servers.members}
-        found = servers.call(RolloutWorker.profile, given)
-        return [file for files in found.values() if isinstance(files, list) for file in files]
+        files: list[str] = []
+        for answer in servers.call(RolloutWorker.profile, given).values():
+            if isinstance(answer, Exception):
+                raise answer
+            files += answer
+        return files
 
-    groups = {"engine": components.actor, "reference": components.reference, "critic": components.critic}
-    roles = {role: group.profile for role, group in groups.items() if group is not None}
+    def of_groups(name: str) -> Callable[[Sequence[str], str], list[str]]:
+        groups = {policy: getattr(own, name) for policy, own in components.by_policy.items()}
+
+        def call(tools: Sequence[str], stem: str) -> list[str]:
+            named = {f"{stem}-{policy}" if policy else stem: group for policy, group in groups.items() if group}
+            return [file for each, group in named.items() for file in group.profile(tools, each)]
+
+        return call
+
+    groups = {"engine": "actor", "reference": "reference", "critic": "critic"}
+    roles = {role: of_groups(name) for role, name in groups.items()}
     return Profiles(config, run.output_dir / "profile", {**roles, "rollout": of_servers})
 
 

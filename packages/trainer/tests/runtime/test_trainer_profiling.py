@@ -7,6 +7,7 @@ from rich.console import Console
 
 from rl_trainer.config import load_config
 from rl_trainer.errors import PlanError
+from rl_trainer.pipeline.roles import has
 from rl_trainer.run import run
 from rl_trainer.runtime.profiling import check_profiler
 
@@ -34,10 +35,11 @@ def test_steps_are_recorded_and_named_in_the_summary(model, tmp_path, runtime):
     [
         (["steps=3", "tracking.profiler.steps=[4]"], r"steps has 4; the run has the steps 1 to 3"),
         (["tracking.profiler.roles=[rollout]", "runtime=ray"], "recorded with runtime=inline alone"),
+        (["tracking.profiler.roles=[critic]"], "has critic, which this run does not have"),
         (["tracking.profiler.tools=[torch,nvtx]"], "both record operators"),
         (["tracking.profiler.tools=[memory]", "runtime=inline"], "memory, which needs a GPU"),
     ],
 )
 def test_what_cannot_be_recorded_is_an_error_of_the_plan(settings, message):
     with pytest.raises(PlanError, match=message):
-        check_profiler(load_config("quickstart", [*TORCH, *settings]))
+        check_profiler(load_config("quickstart", [*TORCH, *settings]), has)

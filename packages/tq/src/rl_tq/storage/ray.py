@@ -86,7 +86,7 @@ class _Keepers:
 
     def keep(self, memory: torch.Tensor) -> Any:
         """Store an extent on the serving node."""
-        with _DIRECT:
+        with nullcontext() if self._transport is None else _DIRECT:
             number: Any = ray.get(self._actors[""].keep.remote(_sent(memory, self._transport)), timeout=60.0)
         return _StoredExtent("", number, len(memory), self)
 

@@ -115,7 +115,7 @@ def check(
         InputError: the first thing that cannot work, in one sentence.
     """
     check_environment(config)
-    check_profiler(config)
+    check_profiler(config, has)
     backends = {"policy": (config.engine.backend, "engine.backend")}
     for role in ("reference", "critic", "teacher"):
         if has(config, role):

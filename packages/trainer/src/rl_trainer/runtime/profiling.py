@@ -23,7 +23,27 @@ _MOST_ALLOCATIONS = 100_000
 """Allocations and frees that a memory snapshot has the stacks of."""
 _CUDA_TOOLS = frozenset(["memory", "nvtx"])
 _ACTIVE: list[ProcessProfiler] = []
+"""Profiler of this process, while it records."""
 _LOCK = threading.Lock()
+
+
+def profile_process(tools: Sequence[str], stem: str) -> list[str]:
+    """Start to record this process with tools, unless it is recorded already; without tools stop.
+
+    Args:
+        tools: `torch`, `memory`, `nvtx`.
+        stem: Path of the files without their endings.
+
+    Returns:
+        The files that were written, or for a tool without a GPU what is missing.
+    """
+    with _LOCK:
+        if tools and not _ACTIVE:
+            _ACTIVE.append(ProcessProfiler(tools, stem))
+            _ACTIVE[0].start()
+        elif not tools and _ACTIVE:
+            return _ACTIVE.pop().stop()
+    return []
 
 
 class ProcessProfiler:
@@ -40,11 +60,7 @@ class ProcessProfiler:
         self._ranges = ExitStack()
 
     def start(self) -> None:
-        """Start to record, in all threads; does nothing where the process is recorded already."""
-        with _LOCK:
-            if _ACTIVE:
-                return
-            _ACTIVE.append(self)
+        """Start to record, in all threads."""
         import torch
 
         Path(self._stem).parent.mkdir(parents=True, exist_ok=True)
@@ -66,10 +82,6 @@ class ProcessProfiler:
 
     def stop(self) -> list[str]:
         """Stop to record; returns the files that were written, or for a tool without a GPU what is missing."""
-        with _LOCK:
-            if self not in _ACTIVE:
-                return []
-            _ACTIVE.remove(self)
         import torch
 
         found: list[str] = []
@@ -131,8 +143,8 @@ class Profiles:
                     self.files += call((), "")
 
 
-def check_profiler(config: Config) -> None:
-    """Check `tracking.profiler`.
+def check_profiler(config: Config, has: Callable[[Config, str], bool]) -> None:
+    """Check `tracking.profiler`; `has`: whether the run has a role.
 
     Raises:
         PlanError: a step or role that the run does not have, or tools that need a GPU in a run without one.
@@ -144,6 +156,8 @@ def check_profiler(config: Config) -> None:
         raise PlanError("tracking.profiler.tools has torch and nvtx, which both record operators; take one of them")
     if beyond := [each for each in section.steps if not 1 <= each <= config.steps]:
         raise PlanError(f"tracking.profiler.steps has {beyond[0]}; the run has the steps 1 to {config.steps}")
+    if absent := [each for each in section.roles if each in ("reference", "critic") and not has(config, each)]:
+        raise PlanError(f"tracking.profiler.roles has {absent[0]}, which this run does not have; leave it out")
     if "rollout" in section.roles and config.runtime != "inline":
         raise PlanError(
             "tracking.profiler.roles has rollout, whose servers are recorded with runtime=inline alone; elsewhere they "

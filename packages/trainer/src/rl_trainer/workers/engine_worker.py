@@ -24,7 +24,7 @@ from rl_trainer.errors import TrainerError
 from rl_trainer.metrics import peak_flops
 from rl_trainer.plugins import stage_named
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
-from rl_trainer.runtime.profiling import ProcessProfiler
+from rl_trainer.runtime.profiling import profile_process
 from rl_trainer.runtime.tracing import span
 from rl_trainer.workers.advantages import OLD_ENTROPY, advantage_columns, batch_advantages
 from rl_trainer.workers.columns import GIVEN, TEACHER_PROMPT, TRUNCATED, rows_of
@@ -103,7 +103,6 @@ class EngineRank:
     ) -> None:
         self._flops_per_token, self._flops_per_s = flops_per_token, _peak()
         self._context, self._masks_truncated = context, masks_truncated
-        self._profiler: ProcessProfiler | None = None
         self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.registry.create_engine(backend, config)
@@ -169,11 +168,7 @@ class EngineRank:
         Returns:
             The files that were written.
         """
-        if tools:
-            self._profiler = ProcessProfiler(tools, f"{stem}-{self._context.rank}")
-            self._profiler.start()
-            return []
-        return self._profiler.stop() if self._profiler is not None else []
+        return profile_process(tools, f"{stem}-{self._context.rank}")
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self) -> None:

@@ -14,7 +14,7 @@ import rl_rollout.registry
 from rl_rollout.errors import ServerLostError
 from rl_trainer.runtime.network import server_token
 from rl_trainer.runtime.processes import DUMP_SIGNAL, DUMP_WAIT_S, describe, is_stopped
-from rl_trainer.runtime.profiling import ProcessProfiler
+from rl_trainer.runtime.profiling import profile_process
 from rl_trainer.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class RolloutWorker:
         self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
         self._loop = LoopThread("rollout")
         self._host = context.host
-        self._profiler: ProcessProfiler | None = None
         config = replace(config, host=context.host, api_token=server_token())
         if config.parallel.num_ranks > 1 and context.devices:  # a colocated one's process sees only its own GPU
             variables = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices), **config.options.get("env", {})}
@@ -113,11 +112,7 @@ class RolloutWorker:
 
     def profile(self, tools: Sequence[str], stem: str) -> list[str]:
         """See `EngineRank.profile`; of a server in this process."""
-        if tools:
-            self._profiler = ProcessProfiler(tools, stem)
-            self._profiler.start()
-            return []
-        return self._profiler.stop() if self._profiler is not None else []
+        return profile_process(tools, stem)
 
     def declare_receivers(self, weights: WeightShapes | None = None) -> Receivers:
         """Weight receivers of the replica; raises `ServerLostError` if its server is gone.
