@@ -8,8 +8,9 @@ import difflib
 import logging
 import signal
 import sys
-import typing
-from typing import Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from rl_csrc import FolderInUseError
 from rl_engine.errors import EngineError
@@ -19,7 +20,7 @@ from rl_tinker.server import TinkerServer
 from rl_tinker.service.tenants import key_digest, new_key
 from rl_tinker.types import ServeConfig
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DOTTED = ("model_path", "model_name", "server_backend", "server_replicas", "server_tp")
@@ -61,26 +62,25 @@ def parse_config(pairs: Sequence[str]) -> ServeConfig:
     Raises:
         ConfigError: an unknown key (nearest named), a value of the wrong type, a key twice, or no `model.path`.
     """
-    kinds = typing.get_type_hints(ServeConfig)
-    values: dict[str, Any] = {}
+    names = [field.name for field in dataclasses.fields(ServeConfig)]
+    values: dict[str, str] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         name = key.replace(".", "_")
         if not equals:
             raise ConfigError(f"argument {pair!r} is not key=value")
-        if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.0)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
             raise ConfigError(f"unknown key {key!r}; the nearest is {_spelled(near[0])!r}")
         if name in values:
             raise ConfigError(f"key {key!r} is given twice")
-        try:
-            values[name] = kinds[name](text)
-        except ValueError as error:
-            wanted = "a whole number" if kinds[name] is int else "a number"
-            raise ConfigError(f"{key}={text!r} must be {wanted}") from error
+        values[name] = text
     if not values.get("model_path"):
         raise ConfigError("model.path must be given, as in: rl-tinker serve model.path=FOLDER")
-    return ServeConfig(**values)
+    try:
+        return msgspec.convert(values, ServeConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{' '.join(pairs)}: {error}") from error
 
 
 def _spelled(name: str) -> str:

@@ -10,16 +10,19 @@ import asyncio
 import queue
 import sqlite3
 import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from rl_tinker.errors import JournalError
-from rl_tinker.types import Checkpoint, Kind, Model, Operation, Sampler, Session, Status
+from rl_tinker.types import Checkpoint, Model, Operation, Sampler, Session, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    Job = tuple[Sequence["Statement"], Future[None]]
 
 Record = Session | Model | Sampler | Checkpoint
 R = TypeVar("R", Session, Model, Sampler, Checkpoint)
@@ -42,14 +45,13 @@ _CLOSE_TIMEOUT_S = 30.0
 
 def put(record: Record) -> Statement:
     """Statement that inserts or replaces a record."""
-    name = record.path if isinstance(record, Checkpoint) else record.id
-    return "INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (type(record).__name__, name, msgspec.json.encode(record))
+    values = (type(record).__name__, record.id, msgspec.json.encode(record))
+    return "INSERT OR REPLACE INTO records VALUES (?, ?, ?)", values
 
 
 def delete(record: Record) -> Statement:
     """Statement that deletes a record."""
-    name = record.path if isinstance(record, Checkpoint) else record.id
-    return "DELETE FROM records WHERE kind = ? AND id = ?", (type(record).__name__, name)
+    return "DELETE FROM records WHERE kind = ? AND id = ?", (type(record).__name__, record.id)
 
 
 def accept(operation: Operation) -> Statement:
@@ -59,25 +61,15 @@ def accept(operation: Operation) -> Statement:
 
 def finish(operation: Operation) -> Statement:
     """Statement that stores the outcome of an operation."""
-    return (
-        "UPDATE operations SET status = ?, result = ?, content_type = ?, finished = ?, body = ? WHERE id = ?",
-        (
-            operation.status,
-            operation.result,
-            operation.content_type,
-            operation.finished,
-            operation.body,
-            operation.id,
-        ),
-    )
+    names = ("status", "result", "content_type", "finished", "body")
+    values = (*(getattr(operation, name) for name in names), operation.id)
+    return f"UPDATE operations SET {', '.join(f'{name} = ?' for name in names)} WHERE id = ?", values
 
 
 def forget_bodies(model: str, before: int) -> Statement:
     """Statement that drops the bodies of finished operations that a restored model does not need again."""
-    return (
-        "UPDATE operations SET body = x'' WHERE model = ? AND seq < ? AND status != ?",
-        (model, before, Status.PENDING),
-    )
+    values = (model, before, Status.PENDING)
+    return "UPDATE operations SET body = x'' WHERE model = ? AND seq < ? AND status != ?", values
 
 
 def forget_operation(operation: Operation) -> Statement:
@@ -107,7 +99,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._jobs: queue.SimpleQueue[tuple[Sequence[Statement], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         try:
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")
@@ -132,9 +124,9 @@ class Journal:
         Raises:
             JournalError: nothing of it was written.
         """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future: Future[None] = Future()
         self._jobs.put((statements, future))
-        await future
+        await asyncio.wrap_future(future)
 
     def records(self, kind: type[R]) -> dict[str, R]:
         """All records of a kind, by id."""
@@ -145,19 +137,21 @@ class Journal:
         """All operations, by model and number; results are left in the database."""
         listed = ", ".join("x'' AS result" if name == "result" else name for name in _COLUMNS)
         rows = self._read(f"SELECT {listed} FROM operations ORDER BY model, seq", ())
-        found = [Operation(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
-        for each in found:
-            each.kind, each.status = Kind(each.kind), Status(each.status)
-        return found
+        return [msgspec.convert(dict(zip(_COLUMNS, row, strict=True)), Operation) for row in rows]
 
     def result(self, operation_id: str) -> bytes:
         """Stored result of an operation; empty without one."""
         rows = self._read("SELECT result FROM operations WHERE id = ?", (operation_id,))
         return rows[0][0] if rows else b""
 
-    def curve(self, model: str) -> list[tuple[int, float, float | None, int]]:
-        """Points of a model's loss curve: step, time, sum of the loss (None: not a number), tokens."""
-        return self._read("SELECT step, time, loss, tokens FROM curves WHERE model = ? ORDER BY step", (model,))
+    def curve(self, model: str) -> list[tuple[int, float]]:
+        """Loss per token of each step of a model; steps whose loss is not finite are gaps, since JSON has no NaN."""
+        finite = "COUNT(loss) = COUNT(*) AND MAX(ABS(loss)) < 9e999"  # SQLite stores a NaN as NULL
+        return self._read(
+            "SELECT step, SUM(loss) / MAX(SUM(tokens), 1) FROM curves WHERE model = ? "
+            f"GROUP BY step HAVING {finite} ORDER BY step",
+            (model,),
+        )
 
     def _read(self, statement: str, values: tuple[Any, ...]) -> list[Any]:
         with self._lock:
@@ -166,11 +160,14 @@ class Journal:
     def _run(self) -> None:
         while jobs := self._waiting():
             if not self._committed([each for statements, _ in jobs for each in statements]):
-                _settle([future for _, future in jobs], None)
+                for _, future in jobs:
+                    future.set_result(None)
             else:  # one of them is at fault: each in a transaction of its own
                 for statements, future in jobs:
-                    error = self._committed(statements)
-                    _settle([future], error and JournalError(f"{self.path} cannot be written: {error}"))
+                    if (error := self._committed(statements)) is None:
+                        future.set_result(None)
+                    else:
+                        future.set_exception(JournalError(f"{self.path} cannot be written: {error}"))
 
     def _committed(self, statements: Sequence[Statement]) -> Exception | None:
         """Commit; returns any error, so that the thread goes on and answers every writer."""
@@ -179,15 +176,16 @@ class Journal:
         except Exception as error:  # noqa: BLE001 - raised by `write`
             return error
 
-    def _waiting(self) -> list[tuple[Sequence[Statement], asyncio.Future[Any]]]:
-        """Writes that wait, at least one; none once the journal is closed."""
-        jobs: list[tuple[Sequence[Statement], asyncio.Future[Any]]] = []
+    def _waiting(self) -> list[Job]:
+        """Writes that wait and whose writer waits too, at least one; none once the journal is closed."""
+        jobs: list[Job] = []
         while not jobs or not self._jobs.empty():
             job = self._jobs.get()
             if job is None:
                 self._jobs.put(None)  # for the next call
                 break
-            jobs.append(job)
+            if job[1].set_running_or_notify_cancel():
+                jobs.append(job)
         return jobs
 
     def commit(self, statements: Sequence[Statement]) -> sqlite3.Error | None:
@@ -203,19 +201,3 @@ class Journal:
                     self._database.execute("ROLLBACK")
                 return error
         return None
-
-
-def _settle(futures: Sequence[asyncio.Future[Any]], error: JournalError | None) -> None:
-    for future in futures:
-        loop = future.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_resolve, future, error)
-
-
-def _resolve(future: asyncio.Future[Any], error: JournalError | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

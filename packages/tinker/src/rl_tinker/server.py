@@ -14,12 +14,8 @@ from rl_engine.registry import describe_model, model_folder
 from rl_engine.types import EngineConfig, OptimizerConfig, Precision
 from rl_rollout.registry import LOOPBACK_HOSTS
 from rl_tinker.errors import ConfigError
-from rl_tinker.http.app import Application
-from rl_tinker.http.checkpoints import CheckpointRoutes
-from rl_tinker.http.page import PageRoutes
-from rl_tinker.http.sampling import SamplingRoutes
-from rl_tinker.http.sessions import SessionRoutes
-from rl_tinker.http.training import TrainingRoutes
+from rl_tinker.http import checkpoints, page, sampling, sessions, training
+from rl_tinker.http.app import Application, Service
 from rl_tinker.ranks.group import ElasticGroup
 from rl_tinker.service.replicas import Replicas, check_replicas
 from rl_tinker.service.samplers import Samplers
@@ -62,7 +58,6 @@ class TinkerServer:
         base = model_folder(config.model_path)
         facts = describe_model(base).config
         max_len = min(config.max_model_len, int(facts.get("max_position_embeddings", config.max_model_len)))
-        vocab_size, is_tied = int(facts["vocab_size"]), bool(facts.get("tie_word_embeddings", False))
         self._closing = contextlib.AsyncExitStack()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._closing.enter_context(hold_lock(self.folder / "lock", f"output_dir={config.output_dir}"))
@@ -72,23 +67,20 @@ class TinkerServer:
         self._replicas = replicas or Replicas(config, base, self.store.checkpoints_folder)
         self._scheduler = Scheduler(self.store, self._group, max_adapters=config.max_models)
         self._samplers = Samplers(self.store, self._replicas, Stops(Path(base)), max_len=max_len)
-        name = config.model_name or config.model_path
-        checkpoints = CheckpointRoutes(self.store, model_name=name)
-        tenants = Tenants(Path(config.keys) if config.keys else None)
-        page = PageRoutes(self.store, self._scheduler, self._samplers, tenants, model_name=name)
-        routes = [
-            *SessionRoutes(
-                self.store, self._scheduler, model_name=name, is_tied=is_tied, max_len=max_len
-            ).routes(),
-            *TrainingRoutes(
-                self.store, self._scheduler, self._samplers,
-                model_name=name, tokenizer=base, vocab_size=vocab_size, is_tied=is_tied, max_len=max_len,
-                is_full=config.is_full,
-            ).routes(),
-            *SamplingRoutes(self.store, self._samplers, model_name=name, vocab_size=vocab_size).routes(),
-            *checkpoints.routes(),
-        ]  # fmt: skip
-        self._app = Application(tenants, routes, [*checkpoints.open_routes(), *page.open_routes()])
+        service = Service(
+            store=self.store,
+            scheduler=self._scheduler,
+            samplers=self._samplers,
+            tenants=Tenants(Path(config.keys) if config.keys else None),
+            model_name=config.model_name or config.model_path,
+            model_folder=base,
+            vocab_size=int(facts["vocab_size"]),
+            is_tied=bool(facts.get("tie_word_embeddings", False)),
+            max_len=max_len,
+            is_full=config.is_full,
+        )
+        routes = [*sessions.ROUTES, *training.ROUTES, *sampling.ROUTES, *checkpoints.ROUTES]
+        self._app = Application(service, routes, [*checkpoints.OPEN_ROUTES, *page.OPEN_ROUTES])
         self.url = ""
         """Base URL, once it has started."""
 

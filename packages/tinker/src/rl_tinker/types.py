@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+Rate = Annotated[float, Meta(ge=0)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +90,12 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
 class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of one optimizer step: AdamW, as torch defines it."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: Rate = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Annotated[float, Meta(gt=0)] = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Rate = 0.0
     """Largest global gradient norm; 0 does not clip."""
 
 
@@ -152,6 +156,11 @@ class Model(msgspec.Struct, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     is_unloaded: bool = False
 
+    @property
+    def rank(self) -> int | None:
+        """Rank of the adapter; None: all weights are trained."""
+        return None if self.adapter is None else self.adapter.rank
+
 
 class Checkpoint(msgspec.Struct, kw_only=True):
     """Checkpoint with a `tinker://` path."""
@@ -170,6 +179,11 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     expires: float | None = None
     is_public: bool = False
     user_metadata: dict[str, Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """Its path."""
+        return self.path
 
     @property
     def name(self) -> str:

@@ -154,13 +154,11 @@ def test_the_scheduler_outlives_a_journal_that_fails_twice(tmp_path, monkeypatch
 
 
 def test_a_loss_that_is_not_finite_leaves_the_page(tmp_path):
-    from rl_tinker.http.page import curve_of
-
     async def run():
         async with scheduled(tmp_path / "s", FakeGroup()) as (store, _):
             losses = (6.0, float("nan"), float("inf"), 3.0)
             await store.journal.write(*(db.add_point(MODEL, step, 0.0, loss, 3) for step, loss in enumerate(losses)))
-            assert curve_of(store.journal, MODEL) == [(0, 2.0), (3, 1.0)]
+            assert store.journal.curve(MODEL) == [(0, 2.0), (3, 1.0)]
 
     asyncio.run(run())
 

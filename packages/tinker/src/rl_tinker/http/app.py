@@ -1,36 +1,76 @@
-"""HTTP application: authentication, errors, and the routes of all parts of the API."""
+"""HTTP application: authentication, quotas of waiting requests, errors, and the routes of all parts of the API."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from rl_tinker.errors import JournalError, NotAllowedError, QuotaError, RanksLostError, RequestError, UnsupportedError
+from rl_tinker.errors import (
+    JournalError,
+    NotAllowedError,
+    NotFoundError,
+    QuotaError,
+    RanksLostError,
+    RequestError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+    from rl_tinker.service.samplers import Samplers
+    from rl_tinker.service.scheduler import Scheduler
+    from rl_tinker.service.store import Store
     from rl_tinker.service.tenants import Tenant, Tenants
+    from rl_tinker.types import Checkpoint, Model, Session
+
+    Handler = Callable[["Call"], Awaitable[Any]]
+    OpenHandler = Callable[["Service", web.Request], Awaitable[web.StreamResponse]]
+    Owned = TypeVar("Owned", Session, Model, Checkpoint)
 
 MAX_BODY_BYTES = 2**27
 """Largest body of a request."""
+_MAX_PAGE = 500
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the handlers work on."""
+
+    store: Store
+    scheduler: Scheduler
+    samplers: Samplers
+    tenants: Tenants
+    model_name: str
+    """Name by which clients ask for the base model."""
+    model_folder: str
+    vocab_size: int
+    is_tied: bool
+    """Whether its output layer is its embedding, which no adapter goes on."""
+    max_len: int
+    """Longest row, tokens."""
+    is_full: bool
+    """Whether all weights are trained."""
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Signs download URLs, which end with this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """Authenticated request."""
 
+    service: Service
     tenant: Tenant
     body: bytes
-    """Body."""
     path: Mapping[str, str]
     """Variable parts of the path."""
     query: Mapping[str, str]
@@ -46,18 +86,61 @@ class Call:
         try:
             return msgspec.json.decode(self.body, type=kind)
         except msgspec.DecodeError as error:
-            raise RequestError(f"the body is no {kind.__name__}: {error}") from error
+            raise RequestError(f"the body is no {getattr(kind, '__name__', kind)}: {error}") from error
 
-    def number(self, name: str, default: int) -> int:
-        """Whole number of the query, 0 or more.
+    def text(self, name: str) -> str:
+        """Text of this name in the body, which is an object.
 
         Raises:
-            RequestError: it is something else.
+            RequestError: there is none.
         """
+        found = self.json(dict[str, Any]).get(name)
+        if not isinstance(found, str):
+            raise RequestError(f"the body has {name}={found!r}; give a text")
+        return found
+
+    def page(self, records: Mapping[str, Owned]) -> tuple[list[Owned], dict[str, int]]:
+        """The tenant's own of these records, the newest first, from `offset` on up to `limit`; and the cursor.
+
+        Raises:
+            RequestError: `offset` or `limit` of the query is no whole number.
+        """
+        own = [each for each in records.values() if each.tenant == self.tenant.name]
+        own.sort(key=lambda each: -each.created)
+        offset, limit = self._number("offset", 0), min(self._number("limit", 20), _MAX_PAGE)
+        return own[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(own)}
+
+    def _number(self, name: str, default: int) -> int:
         text = self.query.get(name, str(default))
         if not text.isdecimal():
             raise RequestError(f"{name}={text!r} must be a whole number")
         return int(text)
+
+    def check_base(self, name: str | None) -> None:
+        """Check the name of a base model, if one is given; raises NotFoundError."""
+        if name not in (None, self.service.model_name):
+            raise NotFoundError(f"base_model={name!r} is not served here; this server has {self.service.model_name!r}")
+
+    def check_pending(self, *, count: int = 1, num_bytes: int = 0) -> None:
+        """Check the quotas of requests that wait or run, before `count` more with `num_bytes` are accepted.
+
+        Raises:
+            QuotaError: one is reached; a request that is larger than a quota is accepted alone, and one without rows
+                whatever waits, as the optim_step that makes room.
+        """
+        tenant, store = self.tenant, self.service.store
+        pending = store.pending[tenant.name] + self.service.samplers.pending_of(tenant)
+        if pending and pending + count > tenant.max_pending:
+            raise QuotaError(
+                f"{tenant.name} has {pending} requests and sequences that wait or run; its quota is "
+                f"{tenant.max_pending}"
+            )
+        held = store.body_bytes[tenant.name]
+        if held and num_bytes and held + num_bytes > tenant.max_pending_mib * 2**20:
+            raise QuotaError(
+                f"{tenant.name} has {held / 2**20:.1f} MiB of requests that wait or run, or whose gradient no "
+                f"optim_step has used; its quota is {tenant.max_pending_mib} MiB"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,27 +153,26 @@ class Reply:
 
 
 class Application:
-    """Application with the routes of several parts, under `/api/v1`.
+    """Application with the routes of several parts.
 
     Args:
-        tenants: Tenants by key.
-        routes: Method, path and handler of each route.
+        service: What the handlers work on.
+        routes: Method, path under `/api/v1` and handler of each route.
         open_routes: Routes that need no key: their handlers get a request of aiohttp.
     """
 
     def __init__(
         self,
-        tenants: Tenants,
-        routes: Iterable[tuple[str, str, Callable[[Call], Awaitable[Any]]]],
-        open_routes: Iterable[tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = (),
+        service: Service,
+        routes: Iterable[tuple[str, str, Handler]],
+        open_routes: Iterable[tuple[str, str, OpenHandler]],
     ) -> None:
-        self._tenants = tenants
-        self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
-        for method, path, handler in routes:
+        self._service = service
+        self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_guarded])
+        for method, path, handler in [*routes, ("*", "/{rest:.*}", _absent)]:
             self._app.router.add_route(method, f"/api/v1{path}", self._adapted(handler))
         for method, path, plain in open_routes:
-            self._app.router.add_route(method, path, plain)
-        self._app.router.add_route("*", "/api/v1/{rest:.*}", self._adapted(_absent))
+            self._app.router.add_route(method, path, self._opened(plain))
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=2.0)
 
     async def start(self, host: str, port: int) -> int:
@@ -100,19 +182,18 @@ class Application:
             OSError: it cannot be bound.
         """
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
+        await web.TCPSite(self._runner, host, port).start()
         return self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Close the port, and end open requests. Idempotent."""
         await self._runner.cleanup()
 
-    def _adapted(self, handler: Callable[[Call], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def _adapted(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            tenant = self._tenants.of(request.headers.get("X-API-Key", ""))
             call = Call(
-                tenant=tenant,
+                service=self._service,
+                tenant=self._service.tenants.of(request.headers.get("X-API-Key", "")),
                 body=await request.read(),
                 path=request.match_info,
                 query=request.query,
@@ -125,22 +206,29 @@ class Application:
 
         return handle
 
-    @web.middleware
-    async def _guarded(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Answer errors by their status and a sentence."""
-        try:
-            return await handler(request)
-        except RequestError as error:
-            return _error(error, error.status)
-        except (JournalError, RanksLostError) as error:
-            return _error(error, 503)
-        except (web.HTTPException, asyncio.CancelledError):
-            raise
-        except Exception as error:  # noqa: BLE001 - logged, and the server goes on
-            _log.exception("%s %s", request.method, request.path)
-            return _error(error, 500)
+    def _opened(self, handler: OpenHandler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await handler(self._service, request)
+
+        return handle
+
+
+@web.middleware
+async def _guarded(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer errors by their status and a sentence."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _error(error, error.status)
+    except (JournalError, RanksLostError) as error:
+        return _error(error, 503)
+    except (web.HTTPException, asyncio.CancelledError):
+        raise
+    except Exception as error:  # noqa: BLE001 - logged, and the server goes on
+        _log.exception("%s %s", request.method, request.path)
+        return _error(error, 500)
 
 
 async def _absent(call: Call) -> Any:

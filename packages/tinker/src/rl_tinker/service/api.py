@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from rl_tinker.errors import RequestError
 from rl_tinker.types import AdamParams
@@ -14,7 +15,9 @@ from rl_tinker.types import AdamParams
 EPHEMERAL = "ephemeral-"
 """Beginning of the names of checkpoints for sampling that a client gives no name, which end with their session."""
 _NAME = re.compile(r"[\w][\w.+=-]{0,254}")
-_MIN_TTL_S, _MAX_TTL_S = 3600, 10 * 366 * 86400
+MAX_TOP_K = 64
+TtlS = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
+"""Time to live, seconds: from an hour to 10 years."""
 
 
 class Lora(msgspec.Struct, kw_only=True):
@@ -40,12 +43,6 @@ class CreateSession(msgspec.Struct, kw_only=True):
     display_name: str | None = None
 
 
-class OfSession(msgspec.Struct, kw_only=True):
-    """`session_heartbeat`."""
-
-    session_id: str
-
-
 class CreateModel(msgspec.Struct, kw_only=True):
     """`create_model`."""
 
@@ -54,13 +51,7 @@ class CreateModel(msgspec.Struct, kw_only=True):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
-    optimizer_config: Optimizer = msgspec.field(default_factory=Optimizer)
-
-
-class OfModel(msgspec.Struct, kw_only=True):
-    """`get_info`."""
-
-    model_id: str
+    optimizer_config: Optimizer | None = None
 
 
 class OptimStep(msgspec.Struct, kw_only=True):
@@ -72,13 +63,18 @@ class OptimStep(msgspec.Struct, kw_only=True):
     optimizer_params: Any = None
 
 
-class Save(msgspec.Struct, kw_only=True):
+class Ttl(msgspec.Struct, kw_only=True):
+    """Time to live of a checkpoint; None: it does not expire."""
+
+    ttl_seconds: TtlS | None = None
+
+
+class Save(Ttl, kw_only=True):
     """`save_weights`, `save_weights_for_sampler` and `save_weights_external`."""
 
     model_id: str
     seq_id: int = 0
     path: str | None = None
-    ttl_seconds: int | None = None
     user_metadata: dict[str, Any] | None = None
     overwrite: bool = False
     sampling_session_seq_id: int | None = None
@@ -110,12 +106,6 @@ class CreateSampler(msgspec.Struct, kw_only=True):
     model_path: str | None = None
 
 
-class OfSampler(msgspec.Struct, kw_only=True):
-    """`join_sampling_session`."""
-
-    sampling_session_id: str
-
-
 class Chunk(msgspec.Struct, kw_only=True):
     """Chunk of a prompt."""
 
@@ -127,6 +117,11 @@ class Prompt(msgspec.Struct, kw_only=True):
     """Prompt of chunks."""
 
     chunks: list[Chunk]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Token ids of all chunks."""
+        return tuple(token for chunk in self.chunks for token in chunk.tokens)
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -145,30 +140,18 @@ class Sample(msgspec.Struct, kw_only=True):
 
     prompt: Prompt
     sampling_params: Sampling
-    num_samples: int = 1
+    num_samples: Annotated[int, Meta(ge=1, le=1024)] = 1
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
     seq_id: int | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0
+    topk_sample_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
-
-
-class RetrieveFuture(msgspec.Struct, kw_only=True):
-    """`retrieve_future`, and `cancel_future`."""
-
-    request_id: str
-
-
-class WeightsInfo(msgspec.Struct, kw_only=True):
-    """`weights_info`."""
-
-    tinker_path: str
 
 
 def check_name(name: str) -> str:
@@ -183,16 +166,8 @@ def check_name(name: str) -> str:
 
 
 def expiry(ttl_s: int | None) -> float | None:
-    """Time at which something expires.
-
-    Raises:
-        RequestError: the time to live is out of range.
-    """
-    if ttl_s is None:
-        return None
-    if not _MIN_TTL_S <= ttl_s <= _MAX_TTL_S:
-        raise RequestError(f"ttl_seconds={ttl_s} must be from {_MIN_TTL_S} (an hour) to {_MAX_TTL_S} (10 years)")
-    return time.time() + ttl_s
+    """Time at which something expires."""
+    return None if ttl_s is None else time.time() + ttl_s
 
 
 def sampler_path(model_id: str, request: Save, seq: int) -> str:

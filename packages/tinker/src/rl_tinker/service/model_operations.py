@@ -18,6 +18,7 @@ from rl_tinker.service.api import (
     expiry,
     sampler_path,
 )
+from rl_tinker.service.store import new_name
 from rl_tinker.types import Checkpoint, Command, Kind, Sampler, Verb
 from rl_tinker.wire.protobuf import message
 
@@ -115,7 +116,7 @@ class ModelOperations:
 
     async def _create(self, model: Model) -> dict[str, Any]:
         await self._make_room([model])
-        state = self._store.new_state()
+        state = new_name()
         await self._call(Verb.CREATE, model, state)
         self._resident[model.id] = None
         return success(model_id=model.id, type="create_model") | {"state": state}
@@ -132,10 +133,10 @@ class ModelOperations:
         if model.id in self._resident:  # a fresh adapter: the old one's gradient goes
             await self._call(Verb.DROP, model)
             self.forget(model.id)
-        source = str(self._store.checkpoint_folder(checkpoint))
+        source = str(self._store.checkpoints_folder / checkpoint.folder)
         restore = Command(verb=Verb.RESTORE, model=model.id, adapter=model.adapter, folder=source)
         await self._group.call(msgspec.structs.replace(restore, optimizer=request.optimizer))
-        state = self._store.new_state()
+        state = new_name()
         await self._call(Verb.SAVE, model, state)
         self._resident[model.id] = None
         loaded = success(path=request.path, model_id=model.id, type="load_weights")
@@ -143,7 +144,7 @@ class ModelOperations:
 
     async def _optim_step(self, model: Model, request: OptimStep) -> dict[str, Any]:
         await self._bring([model])
-        state = self._store.new_state()
+        state = new_name()
         try:
             answer = await self._call(Verb.OPTIM_STEP, model, state, request.adam_params)
         except CommandError as error:  # no finite gradient, or no room on disk; memory may be ahead of the state
@@ -182,7 +183,7 @@ class ModelOperations:
         expires = expiry(ttl_s)
         if model.adapter is None and kind != "training":
             await self._bring([model])
-            folder = self._store.new_state()
+            folder = new_name()
             await self._group.call(
                 Command(verb=Verb.EXPORT, model=model.id, folder=str(self._store.checkpoints_folder / folder))
             )

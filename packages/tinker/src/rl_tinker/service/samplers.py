@@ -114,7 +114,7 @@ class Samplers:
         raise AssertionError("the last attempt returned or raised")
 
     async def _sample_once(self, sampler: Sampler, request: Sample, request_id: str) -> bytes:
-        prompt = tuple(token for chunk in request.prompt.chunks for token in chunk.tokens)
+        prompt = request.prompt.tokens
         async with self._replicas.adapter(self._checkpoint(sampler)) as adapter:
             base = GenerateRequest(
                 request_id=request_id,

@@ -18,7 +18,7 @@ import msgspec
 from rl_tinker import journal as db
 from rl_tinker.errors import JournalError, RanksLostError, RequestError
 from rl_tinker.service.model_operations import ModelOperations, failure
-from rl_tinker.types import Kind, Model, Operation, Status
+from rl_tinker.types import Checkpoint, Kind, Model, Operation, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -264,7 +264,8 @@ class Scheduler:
         # Nothing is visible before it is on disk.
         if outcome.get("drops_gradient"):
             self._store.forget_gradient(model)
-        replaced = [old for each in records if (old := self._store.replaced_by(each)) is not None]
+        paths = [each.id for each in records if isinstance(each, Checkpoint)]
+        replaced = [self._store.checkpoints[path] for path in paths if path in self._store.checkpoints]
         self._store.apply(records)
         self._store.end(ended)
         queue = self._queues[model.id]

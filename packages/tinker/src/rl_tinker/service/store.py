@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_tinker import journal as db
 from rl_tinker.durable import sync_folder
@@ -50,6 +50,9 @@ class Store:
         self.models = self.journal.records(Model)
         self.samplers = self.journal.records(Sampler)
         self.checkpoints = self.journal.records(Checkpoint)
+        self._records: dict[type[db.Record], dict[str, Any]] = {
+            Session: self.sessions, Model: self.models, Sampler: self.samplers, Checkpoint: self.checkpoints
+        }  # fmt: skip
         self.operations: dict[str, Operation] = {each.id: each for each in self.journal.operations()}
         self.pending = Counter(each.tenant for each in self.operations.values() if each.status == Status.PENDING)
         """Number of each tenant's operations that wait or run."""
@@ -74,32 +77,27 @@ class Store:
                 if each.name not in names:
                     shutil.rmtree(each)
 
+    async def put(self, *records: db.Record) -> None:
+        """Write records to the journal, and make them visible."""
+        await self.journal.write(*map(db.put, records))
+        self.apply(records)
+
     def apply(self, records: Iterable[db.Record]) -> None:
         """Make committed records visible."""
         for record in records:
-            match record:
-                case Model():
-                    self.models[record.id] = record
-                case Session():
-                    self.sessions[record.id] = record
-                case Sampler():
-                    self.samplers[record.id] = record
-                case Checkpoint():
-                    self.checkpoints[record.path] = record
+            self._records[type(record)][record.id] = record
+
+    async def _delete(self, records: Iterable[db.Record], *more: db.Statement) -> None:
+        """Delete records from the journal, run further statements with that, and forget them here."""
+        await self.journal.write(*map(db.delete, records), *more)
+        for each in records:
+            self._records[type(each)].pop(each.id, None)
 
     # Folders
-
-    def new_state(self) -> str:
-        """Name of a new folder for the state of a model."""
-        return uuid.uuid4().hex
 
     def state_folder(self, name: str) -> str:
         """Path of a model's state."""
         return str(self._models_folder / name)
-
-    def checkpoint_folder(self, checkpoint: Checkpoint) -> Path:
-        """Path of a checkpoint."""
-        return self.checkpoints_folder / checkpoint.folder
 
     def link_checkpoint(self, state: str, *, with_optimizer: bool) -> tuple[str, int]:
         """Make a checkpoint's folder from a durable state, which never changes, by hard links.
@@ -107,7 +105,7 @@ class Store:
         Returns:
             Its name, and its size in bytes.
         """
-        name, size = uuid.uuid4().hex, 0
+        name, size = new_name(), 0
         target = self.checkpoints_folder / name
         target.mkdir()
         for file in sorted((self._models_folder / state).rglob("*")):
@@ -136,25 +134,19 @@ class Store:
     async def remove_checkpoints(self, found: Iterable[Checkpoint]) -> None:
         """Delete checkpoints: the records first, then the folders."""
         found = list(found)
-        await self.journal.write(*(db.delete(each) for each in found))
-        for each in found:
-            self.checkpoints.pop(each.path, None)
+        await self._delete(found)
         await self.remove_folders(found)
 
     async def remove_ephemeral(self, model: Model) -> None:
         """Delete the checkpoints without a name of a model whose session, and with it their only users, has ended."""
-        prefix = f"tinker://{model.id}/sampler_weights/{EPHEMERAL}"
-        found = [each for path, each in self.checkpoints.items() if path.startswith(prefix) and not each.is_public]
+        prefix = f"sampler_weights/{EPHEMERAL}"
+        found = [each for each in self.checkpoints_of(model) if each.name.startswith(prefix) and not each.is_public]
         await self.remove_checkpoints(found)
 
     async def remove_folders(self, found: Iterable[Checkpoint]) -> None:
         """Remove the folders of checkpoints that no record names any more."""
         for each in found:
-            await asyncio.to_thread(shutil.rmtree, self.checkpoint_folder(each), True)
-
-    def replaced_by(self, record: db.Record) -> Checkpoint | None:
-        """Checkpoint whose path a new one takes."""
-        return self.checkpoints.get(record.path) if isinstance(record, Checkpoint) else None
+            await asyncio.to_thread(shutil.rmtree, self.checkpoints_folder / each.folder, True)
 
     # Records of a tenant
 
@@ -188,6 +180,11 @@ class Store:
         if found is None or (found.tenant != tenant.name and (own or not found.is_public)):
             raise NotFoundError(f"there is no checkpoint {path!r}; it may have expired")
         return found
+
+    def checkpoints_of(self, model: Model) -> list[Checkpoint]:
+        """Checkpoints of a model, the oldest first."""
+        found = [each for each in self.checkpoints.values() if each.model == model.id]
+        return sorted(found, key=lambda each: each.created)
 
     def gradient_of(self, model: Model) -> list[Operation]:
         """Operations whose gradients the next optimizer step of a model adds up, in order."""
@@ -260,13 +257,12 @@ class Store:
         models = [each for each in self.models.values() if each.session in ended]
         samplers = [each for each in self.samplers.values() if each.session in ended]
         records = [*models, *samplers, *(self.sessions[each] for each in ended)]
-        await self.journal.write(*map(db.delete, records), *(db.forget_curve(each.id) for each in models))
-        for each in models:
-            del self.models[each.id]
-        for each in samplers:
-            del self.samplers[each.id]
-        for name in ended:
-            del self.sessions[name]
+        await self._delete(records, *(db.forget_curve(each.id) for each in models))
+
+
+def new_name() -> str:
+    """Name of a new folder for the state of a model, or for a checkpoint."""
+    return uuid.uuid4().hex
 
 
 def _owned(records: Mapping[str, R], tenant: Tenant, name: str, what: str) -> R:

@@ -5,33 +5,42 @@ from __future__ import annotations
 import hashlib
 import secrets
 import tomllib
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
 
 from rl_tinker.errors import ConfigError, NotAllowedError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+Count = Annotated[int, Meta(gt=0)]
+Size = Annotated[float, Meta(gt=0)]
 KEY_PREFIX = "tml-"
 """Prefix of every API key, which the SDK insists on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tenant with its quotas."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1)]
     """Name, which owns sessions, models and checkpoints."""
-    max_models: int = 64
+    max_models: Count = 64
     """Most models that are loaded at the same time."""
-    max_pending: int = 4096
+    max_pending: Count = 4096
     """Most requests that wait or run, each sequence of a sample counted; further ones are answered with 429, and
     clients send them again. Also most sessions at a time, and most results of samples that stay for a while."""
-    max_pending_mib: float = 2048.0
+    max_pending_mib: Size = 2048.0
     """Most MiB of requests that wait or run, or whose gradient no step has used yet."""
-    max_checkpoint_gib: float = 1000.0
+    max_checkpoint_gib: Size = 1000.0
     """Most GiB of checkpoints."""
+
+
+class _Table(Tenant, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table of the keys file."""
+
+    key_sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Tenants:
@@ -87,33 +96,14 @@ def _read(file: Path) -> dict[str, Tenant]:
     if not isinstance(tables, list) or not tables:
         raise ConfigError(f"keys={file} has no [[tenant]]; `rl-tinker key NAME` prints one")
     found: dict[str, Tenant] = {}
-    names: set[str] = set()
     for number, table in enumerate(tables, 1):
-        digest, tenant = _tenant(table, f"keys={file}, tenant {number}")
-        if digest in found or tenant.name in names:
+        try:
+            tenant = msgspec.convert(table, _Table)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"keys={file}, tenant {number}: {error}; keys: {', '.join(_Table.__struct_fields__)}"
+            ) from error
+        if tenant.key_sha256 in found or tenant.name in {each.name for each in found.values()}:
             raise ConfigError(f"keys={file}, tenant {number}: its name {tenant.name!r} or its key is listed before")
-        found[digest] = tenant
-        names.add(tenant.name)
+        found[tenant.key_sha256] = tenant
     return found
-
-
-def _tenant(table: Any, where: str) -> tuple[str, Tenant]:
-    kinds: dict[str, tuple[type, ...]] = {
-        "name": (str,), "key_sha256": (str,), "max_models": (int,), "max_pending": (int,),
-        "max_pending_mib": (int, float),
-        "max_checkpoint_gib": (int, float),
-    }  # fmt: skip
-    assert kinds.keys() - {"key_sha256"} == {field.name for field in fields(Tenant)}, "each field of Tenant is a key"
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is not a table")
-    for name, value in table.items():
-        if name not in kinds:
-            raise ConfigError(f"{where}: unknown key {name!r}; it has {', '.join(kinds)}")
-        if not isinstance(value, kinds[name]) or isinstance(value, bool):
-            raise ConfigError(f"{where}: {name}={value!r} must be a {kinds[name][0].__name__}")
-        if not isinstance(value, str) and value <= 0:
-            raise ConfigError(f"{where}: {name}={value!r} must be above 0")
-    digest = str(table.get("key_sha256", ""))
-    if not table.get("name") or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-        raise ConfigError(f"{where}: needs a name, and a key_sha256 of 64 hexadecimal digits")
-    return digest, Tenant(**{name: value for name, value in table.items() if name != "key_sha256"})
