@@ -122,7 +122,7 @@ def for_this_machine(config: EngineConfig) -> EngineConfig:
     if precision == Precision.AUTO:
         precision = auto_precision()[0]
     if checkpointing is None:
-        checkpointing = _has_gpu()
+        checkpointing = not config.treats_parts and _has_gpu()
     return replace(config, precision=precision, activation_checkpointing=checkpointing)
 
 

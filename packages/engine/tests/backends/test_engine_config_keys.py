@@ -108,6 +108,7 @@ ELSEWHERE = {
     "activation_offload": dict.fromkeys(
         BACKENDS, "test_engine_offload::test_offloaded_activations_give_the_same_steps"
     ),
+    "recompute": dict.fromkeys(BACKENDS[:2], "test_engine_parts::test_every_choice_gives_the_same_step"),
     "mtp": dict.fromkeys(BACKENDS, "test_engine_mtp::test_layers_are_kept_as_they_were"),
     "fp8": {
         "fsdp": "test_engine_fp8::test_torchao_is_told",
@@ -269,7 +270,12 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         return
     _, _, axis = key.rpartition("parallel.")
     value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing", "dropout") else 2
-    value = {"fp8": Fp8.TENSORWISE, "transformer_engine": False, "dist_checkpoint": "a folder"}.get(key, value)
+    value = {
+        "fp8": Fp8.TENSORWISE,
+        "transformer_engine": False,
+        "dist_checkpoint": "a folder",
+        "recompute": ("mlp",),
+    }.get(key, value)
     config = EngineConfig(model_path=str(folders / "model"), precision=Precision.BFLOAT16)
     config = changed(config, folders, key, value)
     with pytest.raises(ConfigError, match=rf"^{key.split('.')[0]}"):

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_engine import ConfigError, EngineConfig, create_engine
 from rl_engine.losses import sft_loss
-from rl_engine.model import device_memory, module_engine
+from rl_engine.model import activations, module_engine
 from rl_engine.model.device_memory import DeviceMemory
 from rl_engine.testing import ragged_batch, write_tiny_model
 
@@ -284,7 +284,7 @@ def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch
 def test_offloaded_activations_give_the_same_steps(tmp_path, monkeypatch, backend, is_recomputed):
     """As if there were a GPU: what autograd saves is copied, but for parameters, and used in the backward pass."""
     monkeypatch.setattr(module_engine, "has_gpu", lambda: True)
-    monkeypatch.setattr(device_memory, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(activations, "_SMALL_BYTES", 0)
     saver, copied, engines = torch.autograd.graph.save_on_cpu, [], []
 
     def keep(saved):

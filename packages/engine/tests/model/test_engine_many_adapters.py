@@ -263,7 +263,10 @@ def test_servers_names_and_peft_files_hold_the_same_tensors(worker, tmp_path):
     assert all(name.startswith("base_model.model.model.layers.") for name in written)
 
 
-@pytest.mark.parametrize("changes", [{"activation_checkpointing": True}, {"max_tokens_per_gpu": 4096}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation_checkpointing": True}, {"recompute": ("attention", "mlp")}, {"max_tokens_per_gpu": 4096}],
+)
 def test_recomputing_and_packing_change_no_gradient(folder, worker, changes):
     other = ranks.build(folder, **changes)
     for one in (worker, other):

@@ -32,6 +32,7 @@ from rl_engine.layers.logprobs import LinearHead
 from rl_engine.layers.moe import check_aux
 from rl_engine.layers.packed_attention import SequenceGroup, check_heads
 from rl_engine.layers.row_adapters import RowAdapters
+from rl_engine.model.activations import treat_parts
 from rl_engine.model.export import WeightExport
 from rl_engine.model.hf import (
     HuggingFaceScorer,
@@ -207,10 +208,11 @@ def _scorer_of(
         scorer = PolicyScorer(model, config, is_compiled=config.torch_compile)
     else:
         scorer = ValueScorer(model, is_compiled=config.torch_compile)
+    treat_parts(scorer.layers(), config)
     _check_sequence(scorer, config.parallel.sp)
     check_aux(config.router_aux_loss_coef, scorer.experts)
     if config.torch_compile:
-        _check_compilable(scorer)
+        _check_compilable(scorer, config)
     scorer.shares_prefixes = shares_prefixes(config, _sharing_obstacle(scorer, config))
     return scorer, peft
 
@@ -507,8 +509,8 @@ def _mesh(world: World, *, replicate: int, **axes: int) -> DeviceMesh:
     return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _check_compilable(scorer: HuggingFaceScorer) -> None:
-    """Refuse layers that would be compiled again and again.
+def _check_compilable(scorer: HuggingFaceScorer, config: EngineConfig) -> None:
+    """Refuse layers that would be compiled again and again, or parts of which are recomputed or offloaded.
 
     Raises:
         ConfigError: says what they have.
@@ -518,6 +520,8 @@ def _check_compilable(scorer: HuggingFaceScorer) -> None:
             f"torch_compile is true and {type(scorer.model).__name__} has routers, images or layers that mix tokens "
             "outside attention, which are compiled anew for every batch. Set it to false."
         )
+    if config.treats_parts:
+        raise ConfigError("torch_compile is true, and recompute or activation_offload names parts of its graphs.")
 
 
 def compile_layers(scorer: HuggingFaceScorer, device: torch.device) -> None:

@@ -32,7 +32,7 @@ from rl_engine.layers.packed_attention import LAYOUT_KWARG, RowLayout, packed_at
 from rl_engine.model.hf import check_mapped
 from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
 from rl_engine.model.scorer import Scorer
-from rl_engine.model.settings import check_candidates, check_float8, refuse_fsdp_only, shares_prefixes
+from rl_engine.model.settings import check_candidates, check_float8, refuse_fsdp_only, refuse_parts, shares_prefixes
 from rl_engine.types import EngineConfig, Head, ParallelConfig, Precision
 
 with warnings.catch_warnings():
@@ -259,6 +259,7 @@ class TorchtitanBackend(ModuleBackend):
         if config.lora is not None:
             raise ConfigError("The torchtitan backend has no LoRA adapters; leave lora out, or use the fsdp backend.")
         refuse_fsdp_only(config, "torchtitan")
+        refuse_parts(config, "torchtitan")
         check_float8(config, "torchtitan", ())
         source = hf_folder.read_config(Path(config.model_path)).get_text_config()
         check_mapped(source, "torchtitan", tuple(_FAMILIES))

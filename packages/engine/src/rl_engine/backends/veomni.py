@@ -18,7 +18,7 @@ from rl_engine.checkpoint.hf_folder import empty_model, parameter_dtype, trains_
 from rl_engine.errors import BackendError, ConfigError, ModelFolderError
 from rl_engine.model.hf import PolicyScorer
 from rl_engine.model.module_engine import Capabilities, ModuleEngine
-from rl_engine.model.settings import check_float8, refuse_fsdp_only
+from rl_engine.model.settings import check_float8, refuse_fsdp_only, refuse_parts
 from rl_engine.types import EngineConfig, Head, ModelInit, ParallelConfig, Precision
 
 try:
@@ -65,6 +65,7 @@ class VeomniBackend(FsdpBackend):
                 "weights on 2 ranks or more. Set engine.world_size, take float32, or use fsdp."
             )
         refuse_fsdp_only(config, "veomni")
+        refuse_parts(config, "veomni")
         check_float8(config, "veomni", ())
         obstacle = check_fit(config, world_size)
         if not PolicyScorer(empty_model(config.model_path), config).is_packed:

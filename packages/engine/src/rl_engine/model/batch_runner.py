@@ -27,7 +27,7 @@ from rl_engine.batch.row_batch import ADAPTER, VISUAL, RowBatch
 from rl_engine.errors import BatchError, ConfigError
 from rl_engine.layers.logprobs import HeadLoss
 from rl_engine.layers.moe import ExpertLoad, check_replay, counts_of_column
-from rl_engine.model.device_memory import offload_activations
+from rl_engine.model.activations import offload_activations
 from rl_engine.model.scorer import reshard
 from rl_engine.model.settings import check_columns, check_lengths
 from rl_engine.types import EngineOutput, Head
@@ -158,7 +158,7 @@ class BatchRunner:
 
     def activations(self) -> AbstractContextManager[None]:
         """Context of a differentiated forward pass: decides where saved activations are stored."""
-        is_offloaded = self._built.config.activation_offload and torch.is_grad_enabled()
+        is_offloaded = self._built.config.activation_offload is True and torch.is_grad_enabled()
         return offload_activations(self._built.world.device) if is_offloaded else nullcontext()
 
     def _expert_load(self, plan: BatchPlan) -> ExpertLoad | None:

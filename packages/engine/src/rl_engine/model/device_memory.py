@@ -10,17 +10,13 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections import defaultdict
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_engine.errors import BackendError
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 _SMALL_BYTES = 1 << 16
 """Below it a tensor is copied as it is: locking a page of its own would take longer."""
@@ -49,27 +45,6 @@ def idle_accelerator() -> str | None:
 def has_float8() -> bool:
     """Whether there is a GPU that multiplies float8 numbers."""
     return has_gpu() and torch.cuda.get_device_capability() >= (8, 9)
-
-
-@contextmanager
-def offload_activations(device: torch.device) -> Generator[None]:
-    """Offload activations inside: what autograd saves on `device` goes to the CPU until the backward pass.
-
-    What no operation with a gradient has made stays, such as parameters, gathered or not, and what is small. By torch's
-    `save_on_cpu`.
-    """
-    saver = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-
-    def pack(saved: Tensor) -> Any:
-        source = saved._base  # pyright: ignore[reportPrivateUsage] - None of an operation's own output
-        is_made = not isinstance(saved, nn.Parameter) if source is None else source.grad_fn is not None
-        return saver.pack_hook(saved) if is_made and saved.nbytes >= _SMALL_BYTES and saved.device == device else saved
-
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else saver.unpack_hook(packed)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
 
 
 class Driver:

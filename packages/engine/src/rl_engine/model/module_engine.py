@@ -203,8 +203,9 @@ class ModuleEngine(Engine):
         config = self._config
         self._check_config(expected_size())
         for name in ("cpu_offload", "optimizer_offload", "activation_offload"):
-            if getattr(config, name) and not has_gpu():
-                raise ConfigError(f"{name} is true and there is no GPU: everything is on the CPU. Set it to false.")
+            if (value := getattr(config, name)) and not has_gpu():
+                said = str(value).lower()
+                raise ConfigError(f"{name} is {said} and there is no GPU: everything is on the CPU. Set it to false.")
         if config.fp8 != Fp8.OFF and not has_float8():
             raise ConfigError(
                 f"fp8 is {config.fp8} and there is no GPU that has float8 products (compute capability 8.9 or more). "

@@ -35,6 +35,19 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
             raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
 
 
+def refuse_parts(config: EngineConfig, backend: str) -> None:
+    """Refuse what fsdp and megatron alone do to parts of layers.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if config.treats_parts:
+        raise ConfigError(
+            f"recompute is {list(config.recompute)} and activation_offload is {config.activation_offload}; the "
+            f"{backend} backend treats whole layers alone. Name no parts, or use fsdp or megatron."
+        )
+
+
 def check_float8(config: EngineConfig, backend: str, recipes: Sequence[Fp8]) -> bool:
     """Whether products are to be made in float8; refuses those that the backend has not.
 

@@ -308,9 +308,14 @@ class EngineConfig:
     """Layout of the model over ranks."""
     activation_checkpointing: bool | None = False
     """Recompute each layer in the backward pass. None: on a GPU, whose memory is scarce, and not on a CPU."""
-    activation_offload: bool = False
+    recompute: tuple[str, ...] = ()
+    """Recompute these parts of each layer in the backward pass: `attention`, `mlp`, `moe`, `norm` (megatron: also the
+    names of its `recompute_modules`; its `attention` is `core_attn` alone). fsdp and megatron; not with
+    `activation_checkpointing`, which recomputes the whole layer."""
+    activation_offload: bool | tuple[str, ...] = False
     """Keep what the backward pass needs of the forward pass in page-locked memory of the CPU, parameters excepted (with
-    `activation_checkpointing` the inputs of layers). Refused without a GPU."""
+    `activation_checkpointing` the inputs of layers), or that of these parts alone (fsdp, megatron). Refused without a
+    GPU."""
     torch_compile: bool = False
     """Compile each layer with `torch.compile`, but for its attention over packed rows; fsdp alone. Takes a minute, and
     again where micro-batches become several times as long."""
@@ -365,6 +370,11 @@ class EngineConfig:
             raise ConfigError(f"optimizer_offload is true and {reason}. Set it to false.")
         if self.activation_offload and self.optimizer is None:
             raise ConfigError("activation_offload is true and a frozen engine keeps no activations. Set it to false.")
+        if self.treats_parts and self.activation_checkpointing:
+            raise ConfigError(
+                f"recompute is {list(self.recompute)}, activation_offload is {self.activation_offload}, and "
+                "activation_checkpointing is true, which recomputes whole layers. Set it to false, or name no parts."
+            )
         if self.trains_mtp:
             for name, value, instead in (
                 ("head", self.head, Head.LM), ("init", self.init, ModelInit.PRETRAINED), ("lora", self.lora, None),
@@ -381,6 +391,11 @@ class EngineConfig:
     def exports_adapter(self) -> bool:
         """Whether weights leave the engine as an adapter alone."""
         return self.lora is not None and self.lora.export == LoraExport.ADAPTER
+
+    @property
+    def treats_parts(self) -> bool:
+        """Whether activations of some parts of layers are recomputed or offloaded."""
+        return bool(self.recompute or (isinstance(self.activation_offload, tuple) and self.activation_offload))
 
     @property
     def trains_mtp(self) -> bool:

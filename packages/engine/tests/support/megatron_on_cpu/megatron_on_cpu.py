@@ -42,6 +42,7 @@ def answers():
 
     # isort: split
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     _device_constructors()  # torch looks once which functions `with torch.device(...)` goes for
@@ -79,6 +80,8 @@ def answers():
     yield torch.cuda, "Stream", NoStream
     yield torch.cuda, "synchronize", lambda: None
     yield torch.Tensor, "type", name_of_type
+    yield random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()
+    yield random, "_set_cuda_rng_state", lambda *_, **__: None  # that of the CPU is set before it
     yield token_dispatcher, "maybe_move_tensor_to_cpu", split_sizes
     for name in MADE:
         yield torch, name, on_the_cpu(getattr(torch, name))

@@ -61,7 +61,7 @@ def _with_precision(config: Config) -> Config:
     if engine.precision == Precision.AUTO and count_gpus(config) > local_gpus():
         engine = replace(engine, precision=Precision.BFLOAT16)
     if engine.activation_checkpointing is None:
-        engine = replace(engine, activation_checkpointing=count_gpus(config) > 0)
+        engine = replace(engine, activation_checkpointing=not engine.treats_parts and count_gpus(config) > 0)
     return replace(config, engine=for_this_machine(engine))
 
 

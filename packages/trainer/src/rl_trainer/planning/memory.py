@@ -8,10 +8,11 @@ narrow weights, are cut over data-parallel ranks. With LoRA, gradients and momen
 frozen engine has its weights in the number format of its passes.
 
 Activations of the longest micro-batch are what torch keeps of a block's norms, heads and MLP, within a fifth; with
-`engine.activation_checkpointing` the inputs of all blocks, and the whole of the one that is computed again. What
-`cpu_offload`, `optimizer_offload` and `activation_offload` keep on the host is told apart. Logits, the allocator's
-slack and CUDA itself come on top. Server: its weights, and keys and values of one sequence of the greatest length; it
-takes more for keys and values where there is more, and lets requests wait where there is not.
+`engine.activation_checkpointing` the inputs of all blocks, and the whole of the one that is computed again, and with
+`engine.recompute` what the other parts of blocks keep, and those parts of one block. What `cpu_offload`,
+`optimizer_offload` and `activation_offload` keep on the host is listed apart. Logits, the allocator's slack and CUDA
+itself come on top. Server: its weights, and keys and values of one sequence of the greatest length; it takes more for
+keys and values where there is more, and lets requests wait where there is not.
 
 On CPUs the same bytes are memory of the processes. Python, torch and transformers take about 0.45 GiB of each beside.
 """
@@ -120,12 +121,9 @@ def memory_plan(config: Config, model: Mapping[str, Any], *, num_parameters: int
     precision = _BYTES.get(str(engine.precision), 2)
     parts, layout = _learner(engine, model, count), engine.parallel
     tokens = max(engine.max_tokens_per_gpu, longest_sequence(config)[0] / (layout.sp * layout.cp)) / _GIB
-    inputs, block = layers * precision * model["hidden_size"], block_activations(model, precision)
-    whole = inputs + block if engine.activation_checkpointing else layers * block
-    parts["activations"] = tokens * (block if engine.activation_offload else whole)
-    host: dict[str, float] = {}
-    if engine.activation_offload:
-        host["activations"] = tokens * (inputs if engine.activation_checkpointing else whole)
+    there, away = _activations(engine, model, precision)
+    parts["activations"] = tokens * there
+    host: dict[str, float] = {"activations": tokens * away} if away else {}
     if engine.cpu_offload:
         host |= {name: parts.pop(name) for name in ("weights", "gradients", "optimizer")}
     elif engine.optimizer_offload:
@@ -201,8 +199,28 @@ def _roles(config: Config, model: Mapping[str, Any], count: int) -> Iterator[tup
             yield role, _BYTES.get(str(own.precision), 2) * sum(sizes) / own.world_size / _GIB
 
 
-def block_activations(model: Mapping[str, Any], itemsize: int) -> int:
+def _activations(engine: EngineSection, model: Mapping[str, Any], itemsize: int) -> tuple[float, float]:
+    """Bytes per token of a rank's activations at most, and of those that are on the host.
+
+    Of a part that is recomputed the input stays, which is the output of a norm and counted there; of a norm both.
+    """
+    layers, width, block = model["num_hidden_layers"], model["hidden_size"], block_activations(model, itemsize)
+    if engine.activation_checkpointing:
+        inputs, one = layers * itemsize * width, sum(block.values())
+        return (one, inputs) if engine.activation_offload else (inputs + one, 0)
+    offload = engine.activation_offload
+    away = set(block if offload is True else offload or ())
+    again = {*engine.recompute} - ({"attention"} if engine.backend == "megatron" else set())  # of which little goes
+    kept = block | {part: 4 * itemsize * width if part == "norm" else 0 for part in again & block.keys()}
+    host = layers * sum(kept[part] for part in away & block.keys())
+    one = sum(block[part] for part in (again | away) & block.keys())  # of the layer that is differentiated
+    return layers * sum(kept.values()) - host + one, host
+
+
+def block_activations(model: Mapping[str, Any], itemsize: int) -> dict[str, int]:
     """Bytes per token that the backward pass of one block needs; norms compute in float32, products in `itemsize`.
+
+    By the parts of `engine.recompute`.
 
     Per norm its float32 input, its output before and after the scale; of queries and keys the same and both
     rotations; values, what was attended, and four widths of the MLP.
@@ -214,7 +232,8 @@ def block_activations(model: Mapping[str, Any], itemsize: int) -> int:
     inner = (
         experts * model["moe_intermediate_size"] if model.get("moe_intermediate_size") else model["intermediate_size"]
     )
-    return norms + attention + 4 * itemsize * inner
+    name = "moe" if model.get("moe_intermediate_size") else "mlp"
+    return {"norm": norms, "attention": attention, name: 4 * itemsize * inner}
 
 
 def embedding_parameters(model: Mapping[str, Any]) -> int:

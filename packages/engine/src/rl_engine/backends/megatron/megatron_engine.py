@@ -32,7 +32,7 @@ from rl_engine.backends.megatron.layout import (
     megatron_calls,
     run_pipeline,
 )
-from rl_engine.backends.megatron.model import Stage, attach, check_transformer_engine, uses_ring
+from rl_engine.backends.megatron.model import Stage, attach, check_layer_parts, check_transformer_engine, uses_ring
 from rl_engine.backends.megatron.optimizer import MASTER, STATES, STEP, DistributedAdamW
 from rl_engine.backends.megatron.weights import plan_weights, shapes_of
 from rl_engine.batch.plan import AUX_LOSS, MTP_LOSS, MicroBatchResults, ModelReplicas
@@ -112,6 +112,7 @@ class MegatronBackend(ModuleBackend):
             )
         check_candidates(config.num_candidates, arch.vocab_size)
         check_aux(config.router_aux_loss_coef, arch.experts)
+        check_layer_parts(config, arch)
         return "the megatron backend feeds every row its prompt"
 
     def _check_adapter(self, arch: Architecture) -> None:

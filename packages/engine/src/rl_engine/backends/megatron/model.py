@@ -53,10 +53,11 @@ from rl_engine.backends.megatron.weights import WeightMap, padded_vocab, plan_we
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
 from rl_engine.checkpoint.hf_folder import DTYPES
-from rl_engine.errors import BackendError
+from rl_engine.errors import BackendError, ConfigError
 from rl_engine.layers.logprobs import LinearHead, head_loss_obstacle, score_states, score_values
 from rl_engine.layers.moe import routing_of
 from rl_engine.layers.packed_attention import SequenceGroup, row_layout
+from rl_engine.model.activations import PARTS, check_parts, offloaded_parts, treat_parts
 from rl_engine.model.device_memory import has_gpu
 from rl_engine.model.scorer import Scorer
 from rl_engine.types import Fp8, Precision
@@ -92,13 +93,47 @@ def uses_ring(config: EngineConfig, arch: Architecture) -> bool:
     return config.parallel.cp > 1 and is_plain and uses_transformer_engine(config)
 
 
-def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, fp8: Fp8 = Fp8.OFF, *, is_fused: bool = False
-) -> TransformerConfig:
-    """megatron-core's config: without dropout; with Transformer Engine's kernels where `is_fused`."""
+RECOMPUTED = {"attention": "core_attn", "norm": "layernorm"}
+"""Modules that megatron-core recomputes, by the name of the part of a layer; others have one name."""
+
+
+def check_layer_parts(config: EngineConfig, arch: Architecture) -> None:
+    """Refuse parts of layers that the model has not, or that megatron-core does not recompute under these settings.
+
+    Raises:
+        ConfigError: names the part, with megatron-core's reason where it is that.
+    """
+    absent = {"moe": not arch.num_experts, "mlp": arch.num_experts and not arch.num_dense}
+    absent |= {"shared_experts": not arch.shared_size, "mla_up_proj": arch.latent is None}
+    check_parts("recompute", [name for name in config.recompute if absent.get(name)], ())
+    away = offloaded_parts(config)
+    check_parts("activation_offload", away, [name for name in PARTS if not absent.get(name)])
+    if "moe" in config.recompute and (config.router_aux_loss_coef or config.parallel.pp > 1):
+        raise ConfigError(
+            f"recompute names moe, router_aux_loss_coef is {config.router_aux_loss_coef} and parallel.pp is "
+            f"{config.parallel.pp}; megatron-core routes again without the loss and the micro-batch of the first time. "
+            "Set activation_checkpointing=true."
+        )
+    if {"norm", "layernorm"} & {*config.recompute} and not transformer_engine.HAVE_TE:
+        raise ConfigError(
+            "recompute names norm, for which megatron-core calls Transformer Engine, which is not installed. Leave it "
+            "out, or use fsdp."
+        )
+    try:
+        transformer_config(arch, config, torch.float32)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"recompute is {list(config.recompute)}, which megatron-core refuses: {error}") from error
+
+
+def transformer_config(arch: Architecture, wanted: EngineConfig, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's config: without dropout; with Transformer Engine's kernels where they are used."""
     more: dict[str, Any] = {}
+    parallel, fp8, is_fused = wanted.parallel, wanted.fp8, uses_transformer_engine(wanted)
+    if wanted.recompute:
+        names = [RECOMPUTED.get(part, part) for part in wanted.recompute]
+        more = {"recompute_granularity": "selective", "recompute_modules": names}
     if is_fused:
-        more = {"apply_rope_fusion": arch.latent is None}
+        more |= {"apply_rope_fusion": arch.latent is None}
     if fp8 != Fp8.OFF:  # of whole tensors, gradients need the format with the wider exponent
         more |= {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": str(fp8)}
     more |= _expert_settings(arch, parallel, dtype, is_fused)
@@ -417,7 +452,7 @@ class Stage(Scorer):
         """
         is_fused, is_ring = uses_transformer_engine(wanted), uses_ring(wanted, arch)
         dtype = DTYPES[wanted.precision]
-        self.settings = transformer_config(arch, wanted.parallel, dtype, wanted.fp8, is_fused=is_fused)
+        self.settings = transformer_config(arch, wanted, dtype)
         with megatron_calls():
             make = partial(StageModel, self.settings, arch, layout, is_fused=is_fused, is_ring=is_ring)
             chunks = [make(chunk) for chunk in range(layout.vpp)]
@@ -429,6 +464,7 @@ class Stage(Scorer):
         self._source, self._wanted = source, wanted
         if adapted:
             add_adapters(self.model, self.weights, arch, wanted)
+        treat_parts([layer for chunk in chunks for layer in chunk.decoder.layers], wanted, recomputes=False)
         rotary = Glm4MoeRotaryEmbedding if arch.has_partial_rotary else LlamaRotaryEmbedding
         self.register_buffer("inv_freq", rotary(source).inv_freq, persistent=False)
         self._sequence_group: SequenceGroup | None = None
