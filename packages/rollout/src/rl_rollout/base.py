@@ -149,7 +149,10 @@ class RolloutServer(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free memory so that a colocated engine can train: level 1 frees the KV cache, 2 the weights as well.
+        """Free memory so that a colocated engine can train.
+
+        Level 1 frees the KV cache and moves weights from the GPU to host memory, from where `wake` brings them back;
+        2 frees the weights as well.
 
         Requests in flight wait for `wake`, and lose nothing.
 

@@ -144,6 +144,13 @@ def launch_server(backend: str, config: ServerConfig) -> RolloutServer:
     return LaunchedServer(backend, config)
 
 
+def launch_scorer(config: ServerConfig) -> RolloutServer:
+    """Create the server of a reward model in a subprocess: it starts, sleeps, wakes and stops alone."""
+    from rl_rollout.http.http_server import LaunchedServer
+
+    return LaunchedServer("embedded", config, "score")
+
+
 def connect_server(
     address: str | ServerAddress, *, api_token: str | None = None, timeout_s: float = 120.0
 ) -> RolloutServer:

@@ -3,7 +3,8 @@
 The model is a Hugging Face sequence classifier with one label, as rl-engine's `rl-rm` writes; a sequence's score is
 that of its last token. `POST /pooling` takes and gives what vLLM's endpoint of that name does. In: `input` (a text,
 token ids, or a list of either), or `messages`, which end with the answer to score. Out: `{"data": [{"index", "object":
-"pooling", "data": [score]}], "usage"}`.
+"pooling", "data": [score]}], "usage"}`. `POST /sleep` moves the model from the GPU to host memory, where requests wait
+for `POST /wake`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +32,7 @@ from rl_rollout.http import messages as wire
 from rl_rollout.http.endpoint import NOT_ALLOWED, http_error, is_allowed, json_body, not_bound, url_of
 from rl_rollout.http.text import LazyTokenizer, plain_messages
 from rl_rollout.registry import LOOPBACK_HOSTS, check_unused
-from rl_rollout.types import ServerAddress
+from rl_rollout.types import Capabilities, ServerAddress
 from rl_rollout.validation import check_count, check_device, check_positions, folder_tokens
 
 if TYPE_CHECKING:
@@ -97,6 +98,12 @@ class RewardModel:
         """Most tokens of a sequence."""
         check_positions(text, self.max_model_len)
 
+    def move(self, device: torch.device | str | None = None) -> None:
+        """Move the weights to a device; None: the one that computes."""
+        self.model.to(device or self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # another process cannot use what torch's allocator keeps
+
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Scores of rows of token ids, each that of the row's last token; one forward pass, padded to the longest."""
@@ -127,6 +134,11 @@ class ScoreServer:
         self._waiting: asyncio.Queue[_Asked] = asyncio.Queue()
         self._runner: web.AppRunner | None = None
         self._scoring: asyncio.Task[None] | None = None
+        self._computing = asyncio.Lock()
+        """Locked while a batch is scored, and during sleep."""
+        self._is_asleep = False
+        self.capabilities = Capabilities()
+        """Those of a server that generates nothing."""
 
     async def start(self) -> ServerAddress:
         """Load the model and bind the port; returns the address.
@@ -140,6 +152,7 @@ class ScoreServer:
         self._scoring = asyncio.create_task(self._score_waiting(self.model))
         app = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._guard])
         app.add_routes([web.post("/pooling", self._pooling), web.get("/health", self._health)])
+        app.add_routes([web.post("/sleep", self._post_sleep), web.post("/wake", self._post_wake)])
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
@@ -160,6 +173,29 @@ class ScoreServer:
             await asyncio.wait([self._scoring])
             self._scoring = None
         self.model = None
+
+    async def sleep(self, level: int = 1) -> None:
+        """Move the model to host memory; requests wait for `wake`. Idempotent.
+
+        Raises:
+            RequestError: another level than 1: nothing would bring the weights back.
+        """
+        if level != 1:
+            raise RequestError(
+                f"sleep level {level!r} of a reward model must be 1, which keeps the weights on the host"
+            )
+        if not self._is_asleep and self.model is not None:
+            self._is_asleep = True
+            await self._computing.acquire()
+            await asyncio.to_thread(self.model.move, "cpu")
+
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        """Move the model back to its device. Idempotent; `tags` are those of rollout servers, and mean nothing here."""
+        del tags
+        if self._is_asleep and self.model is not None:
+            self._is_asleep = False
+            await asyncio.to_thread(self.model.move)
+            self._computing.release()
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Scores of rows of token ids.
@@ -204,7 +240,8 @@ class ScoreServer:
 
     async def _score_together(self, model: RewardModel, asked: Sequence[_Asked]) -> None:
         try:
-            scores = await asyncio.to_thread(model.score, [each.token_ids for each in asked])
+            async with self._computing:
+                scores = await asyncio.to_thread(model.score, [each.token_ids for each in asked])
         except Exception as error:  # noqa: BLE001  raised for every caller; the server stays up
             _log.exception("scoring %d sequences failed", len(asked))
             for each in asked:
@@ -263,7 +300,17 @@ class ScoreServer:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         del request
-        return web.json_response({"status": "ok", "model": Path(self._config.model_path).name, "pid": os.getpid()})
+        facts = {"status": "ok", "model": Path(self._config.model_path).name, "pid": os.getpid()}
+        return web.json_response({**facts, "capabilities": asdict(self.capabilities)})
+
+    async def _post_sleep(self, request: web.Request) -> web.StreamResponse:
+        await self.sleep(wire.read_body(await request.read(), wire.SleepMessage, request.path).level)
+        return web.json_response({})
+
+    async def _post_wake(self, request: web.Request) -> web.StreamResponse:
+        del request
+        await self.wake()
+        return web.json_response({})
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:

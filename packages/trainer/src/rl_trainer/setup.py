@@ -457,16 +457,18 @@ def entropy_of(config: Config, state: RunState) -> AdaptiveEntropy:
 def create_rewards(job: Job) -> RewardServers | None:
     """Start the reward models that the run serves, asleep where they are colocated; None if there are none."""
     config = job.config
-    folders = reward_models(config)
-    if not folders:
+    models = reward_models(config)
+    if not models:
         return None
-    pool = job.pool(home_of(config, "reward"))
-    heartbeat_s = None if config.runtime == "inline" else config.heartbeat_s
     rewards = job.runtime.create_group(
-        RewardServers, pool, folders=folders, timeout_s=config.timeout_s, heartbeat_s=heartbeat_s
+        RewardServers,
+        job.pool(home_of(config, "reward")),
+        models=models,
+        is_own_process=config.runtime != "inline",
+        timeout_s=config.timeout_s,
+        heartbeat_s=config.heartbeat_s,
     )
     if is_in_turn(config, "reward"):
-        rewards.wake()  # what cannot be loaded is told now
         rewards.sleep()
     return rewards
 

@@ -33,7 +33,7 @@ GIB = 2**30
 KL = "algorithm.kl_coef=0.1"
 FROZEN = ["placement.reference.pool=frozen", "placement.reference.num_gpus=2"]
 CRITIC = ["algorithm.advantage=gae", "critic.lr=1e-5", "algorithm.kl_coef=0.1"]
-CLASSIFIER = "reward.parts={liked: {kind: classifier, path: there}}"
+CLASSIFIER = "reward.parts={liked: {kind: classifier, model: {path: there}}}"
 RATES = {"replica_tokens_per_s": "4000", "sequence_tokens_per_s": "60", "update_tokens_per_s": "20000"}
 RATES |= {"mean_tokens": "400"}
 

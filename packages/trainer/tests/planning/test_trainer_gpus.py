@@ -50,7 +50,7 @@ def machine(monkeypatch):
         (1, ["rollout.colocated=false"], False, "shm"),
         (2, ["rollout.colocated=true"], True, "cuda-ipc"),
         (1, ["weights_transport=tcp"], True, "tcp"),
-        (2, ["reward.parts={liked: {kind: classifier, path: there}}"], True, "cuda-ipc"),
+        (2, ["reward.parts={liked: {kind: classifier, model: {path: there}}}"], True, "cuda-ipc"),
     ],
 )
 def test_servers_share_engine_gpus_if_roles_ask_for_too_many(machine, num_gpus, overrides, is_colocated, transport):
@@ -103,7 +103,7 @@ QWEN3_600M = {
         (24.0, ["rollout.sleep=false"], False),
         (140.0, ["rollout.backend=vllm"], True),  # which takes a share of the GPU, whatever is on it
         (24.0, ["rollout.kv_cache_bytes=1000000000"], False),
-        (140.0, ["reward.parts={liked: {kind: classifier, path: there}}"], True),  # its memory is in no plan
+        (140.0, ["reward.parts={liked: {kind: classifier, model: {path: there}}}"], True),  # its memory is in no plan
         (140.0, ["rollout.colocated=false"], None),
     ],
 )

@@ -43,7 +43,7 @@ SAPO = ["algorithm.loss=sapo"]
 COV = ["algorithm.loss=kl_cov", "algorithm.loss_options={}"]
 TIS = ["algorithm.old_logprobs=recompute", "algorithm.correction=tis"]
 KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in_reward=true"]
-OWN = ["reward.parts.a.kind=classifier", "reward.parts.a.path=folder"]
+OWN = ["reward.parts.a.kind=classifier", "reward.parts.a.model.path=folder"]
 JUDGE = [
     f"reward.parts.a.{setting}"
     for setting in ("kind=judge", "url=http://localhost:1/v1", "model=m", "prompt='good? {completion}'")
@@ -135,6 +135,16 @@ JUDGE = [
         ([*JUDGE, "reward.parts.a.url=x"], PlanError, "reward.parts.a.url='x' is not a URL"),
         ([*JUDGE, "reward.parts.a.score_at=x"], PlanError, "score_at does nothing with kind=judge, only with classif"),
         ([*JUDGE, "reward.parts.a.prompt=how good?"], PlanError, "prompt has no {completion} in it"),
+        (
+            [*JUDGE, "reward.parts.a.model={path: folder}"],
+            PlanError,
+            "kind=judge, which needs one of reward.parts.a.url",
+        ),
+        ([*JUDGE, "reward.parts.a.parser=x.py:f", "reward.parts.a.pattern=(a)"], PlanError, "leave one of them out"),
+        ([*OWN, "reward.parts.a.model.backend=vllm"], PlanError, "backend does nothing with kind=classifier, only w"),
+        ([*OWN, "reward.parts.a.model.bakend=vllm"], ConfigError, "nearest one is reward.parts.NAME.model.backend"),
+        ([*OWN, "reward.parts.a.model.num_replicas=0"], ConfigError, "a.model.num_replicas: Input should be greater"),
+        ([*OWN, "reward.parts.a.path=folder"], PlanError, "path does nothing with kind=classifier, only with function"),
         ([*JUDGE, "reward.parts.a.pattern=x"], PlanError, "pattern='x' has 0 groups; one is needed"),
         ([*JUDGE, "reward.parts.a.pattern=("], PlanError, "is not a regular expression: missing"),
         ([*JUDGE, "reward.num_processes=2"], PlanError, "num_processes does nothing without a part of kind=function"),
@@ -143,7 +153,7 @@ JUDGE = [
         (
             ["reward.parts.a.kind=classifier"],
             PlanError,
-            "needs one of reward.parts.a.url .*a.path",
+            "needs one of reward.parts.a.url .*a.model.path",
         ),
         ([*OWN, "reward.parts.a.url=http://a"], PlanError, "which needs one of"),
         (

@@ -9,7 +9,8 @@ from aiohttp import web
 from rl_agent.errors import described
 from rl_agent.proxy import RecordingProxy
 from rl_agent.testing import FakeGenerator, FakeTokenizer
-from rl_trainer.config.schema import RewardPart, RewardSection
+from rl_rollout.types import ServerAddress
+from rl_trainer.config.schema import RewardPart, RewardSection, ServedModel
 from rl_trainer.errors import ConfigError, RewardError
 from rl_trainer.planning.preflight import check
 from rl_trainer.rewards import Scorer
@@ -108,6 +109,70 @@ def test_a_judge_is_asked_in_words_and_its_last_score_counts():
 )
 def test_a_score_is_read_by_the_pattern(said, settings, score):
     assert ask(Server(judged(said)), "x", **settings) == [score]
+
+
+FUNCTIONS = """
+def ask(text, row):
+    return f"{row['reward_model']['ground_truth']} or {text}?"
+
+def chat(text, row):
+    return [{"role": "system", "content": "judge"}, {"role": "user", "content": text}]
+
+async def read(answer, row):
+    return 2 * answer.count("x") if "x" in answer else None
+
+def wrong(answer, row):
+    return "much"
+"""
+
+
+@pytest.mark.process
+def test_prompt_and_parser_may_be_functions(tmp_path):
+    """The parser's None is asked for again, what is no number is an error."""
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    own = f"{tmp_path / 'own.py'}"
+    server = Server(judged("hm"), judged("x and x"))
+    assert ask(server, "four", prompt=f"{own}:ask", parser=f"{own}:read") == [4.0]
+    assert [each["messages"] for each in server.asked] == [[{"role": "user", "content": "4 or four?"}]] * 2
+    server = Server(judged("x"))
+    (error,) = ask(server, "four", prompt=f"{own}:chat", parser=f"{own}:wrong")
+    assert server.asked[0]["messages"] == [
+        {"role": "system", "content": "judge"}, {"role": "user", "content": "four"}
+    ]  # fmt: skip
+    with pytest.raises(RewardError, match="own.py:wrong' raised ValueError: it gave 'much'; a number, or None if"):
+        raise error
+
+
+def test_a_request_goes_to_the_replica_with_the_fewest():
+    """Of two replicas one answers no request before three have come."""
+
+    async def main():
+        servers = [Server(judged("score: 1"), holds=3), Server(judged("score: 2"))]
+        part = RewardPart(kind="judge", model=ServedModel(path="folder"), prompt="good? {completion}")
+        source, runners, addresses = ServedReward("taste", part), [], []
+        for server in servers:
+            app = web.Application()
+            app.router.add_post("/v1/chat/completions", server.answer)
+            runners.append(runner := web.AppRunner(app, shutdown_timeout=0.1))
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            addresses.append(ServerAddress(url=url, model="folder", pid=1))
+        source.use(addresses)
+        try:
+            async with asyncio.timeout(60):
+                first = [asyncio.create_task(source.call("x", ROW)) for _ in range(2)]
+                assert await first[1] == 2.0
+                assert [await source.call("x", ROW) for _ in range(3)] == [2.0] * 3
+                held = await asyncio.gather(first[0], *(source.call("x", ROW) for _ in range(4)))
+                assert sorted(held) == [1.0, 1.0, 1.0, 2.0, 2.0]
+        finally:
+            await source.close()
+            for runner in runners:
+                await runner.cleanup()
+        return [len(server.asked) for server in servers], servers[0].asked[0]["model"]
+
+    assert asyncio.run(main()) == ([3, 6], "folder")
 
 
 @pytest.mark.parametrize(

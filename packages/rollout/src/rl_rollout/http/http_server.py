@@ -416,14 +416,26 @@ EXIT_TIMEOUT_S = 2.0
 """Seconds to wait for the end of a server whose connection was lost, to report its exit code and last output."""
 
 
-def serve_command(backend: str, config: ServerConfig) -> list[str]:
+def serve_command(backend: str, config: ServerConfig, task: str = "generate") -> list[str]:
     """Command line of `rl-serve` for a configuration."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     del settings["api_token"]  # every user of the machine may read a command line
     model_path, options = settings.pop("model_path"), settings.pop("options")
+    if task == "score":
+        del settings["timeout_s"]  # of generating
     settings["parallel"] = ",".join(f"{name}={size}" for name, size in asdict(config.parallel).items())
     return [
-        *(sys.executable, "-m", "rl_rollout.cli", model_path, "--backend", backend, "--exit-with-stdin"),
+        *(
+            sys.executable,
+            "-m",
+            "rl_rollout.cli",
+            model_path,
+            "--backend",
+            backend,
+            "--task",
+            task,
+            "--exit-with-stdin",
+        ),
         *(word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), str(value))),
         *(word for name, value in options.items() for word in ("--option", f"{name}={json.dumps(value)}")),
     ]
@@ -436,12 +448,12 @@ class LaunchedServer(HttpServer):
     this process holds open.
     """
 
-    def __init__(self, backend: str, config: ServerConfig) -> None:
+    def __init__(self, backend: str, config: ServerConfig, task: str = "generate") -> None:
         super().__init__(f"http://{config.host}:{config.port}", api_token=config.api_token, timeout_s=config.timeout_s)
         self.config = config
         environment = {API_TOKEN_VARIABLE: config.api_token or ""}  # never the variable of this process
         self.process = ChildProcess(
-            serve_command(backend, config), environment, name="rl-serve", on_line=self._take_line
+            serve_command(backend, config, task), environment, name="rl-serve", on_line=self._take_line
         )
         self._address: ServerAddress | None = None
         self._ready = threading.Event()

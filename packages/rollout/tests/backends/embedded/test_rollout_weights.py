@@ -49,6 +49,24 @@ def test_weights_may_keep_addresses_for_captured_graphs(folders):
     assert torch.equal(served.state_dict()["model.norm.weight"], first["model.norm.weight"])
 
 
+def test_weights_go_to_the_host_and_come_back(folders):
+    """Bit for bit; an update in between is what serves, and an update that failed changes nothing."""
+    served = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+    store, other = WeightStore(served), load_weights(folders[1])
+    store.offload()
+    assert all(tensor.numel() == 0 for tensor in served.state_dict().values())
+    store.begin()
+    store.stage("model.norm.weight", other["model.norm.weight"] + 1)
+    assert store.reload()
+    assert all(torch.equal(served.state_dict()[name], tensor) for name, tensor in before.items())
+    store.offload()
+    install(store, other)
+    assert not store.reload()
+    wanted = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).state_dict()
+    assert all(torch.equal(served.state_dict()[name], tensor) for name, tensor in wanted.items())
+
+
 def test_a_missing_or_misshapen_part_is_refused(folders):
     store = WeightStore(AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32))
     weights = load_weights(folders[1])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args, ge
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rl_trainer.config.schema import AlgorithmConfig, Config, PolicySection
+from rl_trainer.config.schema import AlgorithmConfig, Config, PolicySection, ServedModel
 from rl_trainer.equivalents import rows
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.plugins import absolute
@@ -60,14 +60,15 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     try:
         config = TypeAdapter(Config).validate_python(_with_absolute_files(tree))
     except ValidationError as error:
-        for each in error.errors():
+        found = [each for each in error.errors() if each["loc"][-1:] != ("str",)]  # of a text or a section, the section
+        for each in found:
             if isinstance(own := each.get("ctx", {}).get("error"), PlanError):  # a section's own sentence
                 where = ".".join(map(str, each["loc"][:2])) if each["loc"][:1] == ("policies",) else ""
                 raise (PlanError(f"{where}: {own}") if where else own) from None
-        unknown = [e["loc"] for e in error.errors() if e["type"] == "unexpected_keyword_argument"]
+        unknown = [_key_of(e) for e in found if e["type"] == "unexpected_keyword_argument"]
         if unknown:
-            raise ConfigError(unknown_key(".".join(map(str, unknown[0])))) from None
-        problems = "; ".join(_problem(each) for each in error.errors())
+            raise ConfigError(unknown_key(unknown[0])) from None
+        problems = "; ".join(_problem(each) for each in found)
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
     _check_numbers(_tree(config), "")
     return config
@@ -235,9 +236,14 @@ def _is_section(key: str) -> bool:
     return any(is_named(name, key) for name in names)
 
 
+def _key_of(error: ErrorDetails) -> str:
+    """Key of an error, without the class that pydantic names where a value may be a text or a section."""
+    return ".".join(str(each) for each in error["loc"] if each != ServedModel.__name__)
+
+
 def _problem(error: ErrorDetails) -> str:
     """Error text for one key; a rule of a whole section names its values itself."""
-    key = ".".join(map(str, error["loc"]))
+    key = _key_of(error)
     if error["type"] == "value_error":
         return f"{key}: {error['msg'].removeprefix('Value error, ').removesuffix('.')}"
     return f"{key}: {error['msg']}, got {error['input']!r}"

@@ -536,7 +536,7 @@ class PlacementSection:
     """The teacher of a distillation, unless a server at `teacher.url` has it."""
     reward: PoolSection | None = None
     """The reward models that the run serves. None: with `rollout.colocated` the policy's pool, in turn with it, else a
-    pool `reward` of one process."""
+    pool `reward` of as many processes as a model has replicas."""
 
     def __post_init__(self) -> None:
         sizes: dict[str, tuple[str, int]] = {}
@@ -662,6 +662,24 @@ class TeacherSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """Model of a judge or a classifier that the run serves itself, colocated as its servers are."""
+
+    path: str
+    """Its folder: of a judge a model that generates, of a classifier a reward model with one label."""
+    num_replicas: Positive = 1
+    """Servers with this model, which share its requests."""
+    backend: str = "embedded"
+    """Rollout backend of a judge, as `rollout.backend`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of that backend, as `rollout.options`."""
+    max_model_len: Positive = 4096
+    """Longest sequence, tokens: the prompt of a judge and its answer, or what a classifier reads."""
+    kv_cache_bytes: NonNegative = 0
+    """Most memory of a judge's keys and values, bytes; 0: the backend chooses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
     """Reward part: one weighted term of a completion's reward."""
 
@@ -676,17 +694,20 @@ class RewardPart:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the rule, such as {pattern: "answer: (.*)"}."""
     path: str | None = None
-    """FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards; kind=function. Of a classifier, in the
-    place of url: the folder of a reward model with one label, which the run serves, colocated as the servers are."""
+    """FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards; kind=function."""
     url: str | None = None
     """URL: of a judge the base, /v1 included; of a classifier the endpoint, such as http://host:8000/classify."""
-    model: str | None = None
-    """Name of the model at the server."""
+    model: str | ServedModel | None = None
+    """Name of the model at the server; or, instead of url, the model that the run serves: {path: FOLDER}."""
     prompt: str | None = None
-    """Prompt of the judge, with {completion} and perhaps {prompt} and {ground_truth} in it. A classifier without one is
-    given the conversation as messages."""
+    """Prompt of the judge, with {completion} and perhaps {prompt} and {ground_truth} in it; or FILE.py:FUNCTION,
+    MODULE:FUNCTION of a function of completion and row that gives it, as a text or as chat messages. A classifier
+    without one is given the conversation as messages."""
     pattern: str = r"(?i)score[^\w-]*(-?\d+(?:\.\d+)?)"
     """Regular expression whose group is the score in what a judge writes; the last place counts."""
+    parser: str | None = None
+    """Instead of pattern: FILE.py:FUNCTION, MODULE:FUNCTION or an entry point of rl_trainer.rewards, a function of what
+    the judge writes and the row. It gives the score, or None for "ask again"."""
     score_at: str = "data.0.probs.0"
     """Dotted path of the score in a classifier's JSON answer."""
     max_tokens: Positive = 512
@@ -702,6 +723,17 @@ class RewardPart:
     api_key_env: str | None = None
     """Environment variable that holds the server's key."""
 
+    @property
+    def prompt_function(self) -> str | None:
+        """Prompt that is a function; None if it is a text with `{completion}` in it, or there is none."""
+        is_path = self.prompt is not None and re.fullmatch(r"[^\s{}]+:[A-Za-z_]\w*", self.prompt) is not None
+        return self.prompt if is_path else None
+
+    @property
+    def served_model(self) -> ServedModel | None:
+        """Model that the run serves; None if there is none."""
+        return self.model if isinstance(self.model, ServedModel) else None
+
     def check(self, key: str) -> None:
         """Check that every key does something with this kind.
 
@@ -716,20 +748,14 @@ class RewardPart:
                 raise PlanError(
                     f"{key}.{name} does nothing with kind={self.kind}, only with {' or '.join(kinds)}; leave it out"
                 )
-        if self.kind == "classifier" and (self.url is None) == (self.path is None):
+        self._check_server(key)
+        if self.prompt is not None and self.prompt_function is None and "{completion}" not in self.prompt:
             raise PlanError(
-                f"{key} is of kind=classifier, which needs one of {key}.url (of a server that is there) and {key}.path "
-                "(of a model that the run serves)"
+                f"{key}.prompt has no {{completion}} in it, so that every completion would be asked about alike; put "
+                "it in, or name a function, FILE.py:FUNCTION"
             )
-        for name in ("model", "score_at", "api_key_env"):
-            if self.kind == "classifier" and self.path is not None and getattr(self, name) != _default(self, name):
-                raise PlanError(
-                    f"{key}.{name} is of a server at {key}.url, and the run serves {key}.path; leave it out"
-                )
-        if self.prompt is not None and "{completion}" not in self.prompt:
-            raise PlanError(
-                f"{key}.prompt has no {{completion}} in it, so that every completion would be asked about alike"
-            )
+        if self.parser is not None and self.pattern != _default(self, "pattern"):
+            raise PlanError(f"{key}.pattern and {key}.parser both read the score; leave one of them out")
         try:
             num_groups = re.compile(self.pattern).groups
         except re.error as error:
@@ -739,24 +765,47 @@ class RewardPart:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise PlanError(f"{key}.url={self.url!r} is not a URL; it starts with http:// or https://")
 
+    def _check_server(self, key: str) -> None:
+        """Check that the score comes from one server, and that the keys are of that."""
+        if self.kind not in _SERVED_KINDS:
+            return
+        model = self.served_model
+        if (self.url is None) == (model is None):
+            raise PlanError(
+                f"{key} is of kind={self.kind}, which needs one of {key}.url (of a server that runs) and "
+                f"{key}.model.path (of a model that the run serves)"
+            )
+        if self.kind == "judge" and self.model is None:
+            raise PlanError(f"{key} is of kind=judge, which needs {key}.model, the name of the model at {key}.url")
+        for name in ("score_at", "api_key_env") if model is not None else ():
+            if getattr(self, name) != _default(self, name):
+                raise PlanError(
+                    f"{key}.{name} is of a server at {key}.url, and the run serves {key}.model.path; leave it out"
+                )
+        for name in ("backend", "options", "kv_cache_bytes") if model is not None and self.kind != "judge" else ():
+            if getattr(model, name) != _default(model, name):
+                raise PlanError(f"{key}.model.{name} does nothing with kind={self.kind}, only with judge; leave it out")
 
+
+_SERVED_KINDS = ("classifier", "judge")
 _KEYS_OF_KINDS = {
     "rule": ("rule",),
     "options": ("rule",),
-    "path": ("function", "classifier"),
-    "url": ("classifier", "judge"),
-    "model": ("classifier", "judge"),
-    "prompt": ("classifier", "judge"),
-    "max_attempts": ("classifier", "judge"),
-    "max_concurrent": ("classifier", "judge"),
-    "requests_per_minute": ("classifier", "judge"),
-    "tokens_per_minute": ("classifier", "judge"),
-    "api_key_env": ("classifier", "judge"),
+    "path": ("function",),
+    "url": _SERVED_KINDS,
+    "model": _SERVED_KINDS,
+    "prompt": _SERVED_KINDS,
+    "max_attempts": _SERVED_KINDS,
+    "max_concurrent": _SERVED_KINDS,
+    "requests_per_minute": _SERVED_KINDS,
+    "tokens_per_minute": _SERVED_KINDS,
+    "api_key_env": _SERVED_KINDS,
     "pattern": ("judge",),
+    "parser": ("judge",),
     "max_tokens": ("judge",),
     "score_at": ("classifier",),
 }
-_NEEDED_KEYS = {"function": ("path",), "judge": ("url", "model", "prompt")}
+_NEEDED_KEYS = {"function": ("path",), "judge": ("prompt",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -791,7 +840,13 @@ class RewardSection:
                 "other; give it another"
             )
         kinds = {part.kind for part in self.parts.values()}
-        if kinds and not kinds & {"function", "rule"} and self.num_processes != _default(self, "num_processes"):
+        has_function = any(part.prompt_function or part.parser for part in self.parts.values())
+        if (
+            kinds
+            and not kinds & {"function", "rule"}
+            and not has_function
+            and self.num_processes != _default(self, "num_processes")
+        ):
             raise PlanError("reward.num_processes does nothing without a part of kind=function or rule; leave it out")
         for name, part in self.parts.items():
             part.check(f"reward.parts.{name}")

@@ -45,8 +45,9 @@ class AgentReplicas:
 
     def __init__(self, replica_set: ReplicaSet[AgentWorker], servers: Mapping[str, tuple[ServerAddress, ...]]) -> None:
         self.replica_set = replica_set
-        self._servers, self._reward_urls = {**servers}, dict[str, str]()
-        self._connected = dict.fromkeys(replica_set.members, (self._servers, self._reward_urls))
+        self._servers = {**servers}
+        self._rewards: dict[str, list[ServerAddress]] = {}
+        self._connected = dict.fromkeys(replica_set.members, (self._servers, self._rewards))
         self.is_held = False
         """Whether rollouts are stopped."""
         self._running: dict[int, dict[int, _Submission]] = {}
@@ -57,9 +58,9 @@ class AgentReplicas:
         self._servers = {**self._servers, policy: tuple(servers)}
         self._members()
 
-    def use_rewards(self, urls: dict[str, str]) -> None:
-        """Set the URLs of the reward models that the run serves, on all members."""
-        self._reward_urls = urls
+    def use_rewards(self, servers: Sequence[tuple[str, ServerAddress]]) -> None:
+        """Set the servers of the reward models, each with its part of the reward, on all members."""
+        self._rewards = {name: [each for part, each in servers if part == name] for name, _ in servers}
         self._members()
 
     def prompt_lengths(self, rows: list[Row]) -> list[int | str]:
@@ -168,10 +169,10 @@ class AgentReplicas:
 
     def _members(self) -> tuple[int, ...]:
         """Present members, each with the list of servers in use."""
-        members, wanted = self.replica_set.wait(), (self._servers, self._reward_urls)
+        members, wanted = self.replica_set.wait(), (self._servers, self._rewards)
         behind = [member for member in members if self._connected.get(member) != wanted]
         if behind:
-            told = dict.fromkeys(behind, (self._servers, self._reward_urls))
+            told = dict.fromkeys(behind, wanted)
             self._raise_unless_dead(self.replica_set.call(AgentWorker.use_servers, told))
             self._connected |= dict.fromkeys(behind, wanted)
         return members

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from rl_trainer.config import Config
-    from rl_trainer.config.schema import CriticSection, EngineSection, RoleSection, TeacherSection
+    from rl_trainer.config.schema import CriticSection, EngineSection, RoleSection, ServedModel, TeacherSection
 
 
 _ONE_GENERATION = ("single_turn", "reasoning_gym")
@@ -312,10 +312,11 @@ def has(config: Config, role: str) -> bool:
     return bool(reward_models(config))
 
 
-def reward_models(config: Config) -> dict[str, str]:
-    """Folders of the reward models that the run serves, by part of the reward."""
-    terms = config.reward.parts.items()
-    return {name: term.path for name, term in terms if term.kind == "classifier" and term.path is not None}
+def reward_models(config: Config) -> dict[str, tuple[str, ServedModel]]:
+    """Task, `generate` or `score`, and model of each part of the reward that the run serves."""
+    models = {name: (part.kind, part.served_model) for name, part in config.reward.parts.items()}
+    tasks = {"judge": "generate", "classifier": "score"}
+    return {name: (tasks[kind], model) for name, (kind, model) in models.items() if model is not None}
 
 
 def lends_engine(config: Config) -> bool:

@@ -21,6 +21,7 @@ from rl_trainer.pipeline.roles import (
     policies_of,
     pool_of,
     pool_size,
+    reward_models,
 )
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.environments import engine_python
@@ -101,7 +102,9 @@ def _pools_of_policy(config: Config, *, has_rewards: bool) -> list[ResourcePool]
     rollout = config.rollout
     if rollout.colocated:
         homes[ENGINE_POOL].append("rollout")
-    sizes = {name: 1 if roles == ["reward"] else pool_size(config, name) for name, roles in homes.items()}
+    replicas = max((model.num_replicas for _, model in reward_models(config).values()), default=1)
+    rewards = 1 if config.runtime == "inline" else replicas
+    sizes = {name: rewards if roles == ["reward"] else pool_size(config, name) for name, roles in homes.items()}
     pools = [
         ResourcePool(name=name, num_workers=sizes[name], num_gpus=1, roles=tuple(roles))
         for name, roles in homes.items()
@@ -277,7 +280,7 @@ _ABSENT: Mapping[str, str] = {
     "reference": "there is a KL penalty (algorithm.kl_coef) and the policy is not an adapter, its own reference",
     "critic": "a key of critic is set",
     "teacher": "there is a teacher.path without teacher.url",
-    "reward": "reward.parts has a classifier with a path",
+    "reward": "reward.parts has a judge or a classifier with a model.path",
 }
 
 

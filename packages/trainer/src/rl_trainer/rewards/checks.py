@@ -16,7 +16,7 @@ from rl_trainer.rewards.worker import GROUP
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rl_trainer.config.schema import RewardSection
+    from rl_trainer.config.schema import RewardPart, RewardSection
     from rl_trainer.data import Row
 
 
@@ -27,15 +27,20 @@ def check_rewards(reward: RewardSection, rows: Iterable[Row]) -> None:
         InputError: one cannot.
     """
     sources = {row["data_source"] for row in rows}
-    own = {f"reward.parts.{name}.path": part.path for name, part in reward.parts.items() if part.kind == "function"}
+    own = {
+        f"reward.parts.{name}.{key}": path
+        for name, part in reward.parts.items()
+        for key, path in (("path", part.path), ("prompt", part.prompt_function), ("parser", part.parser))
+    }
     for key, path in ({"reward.path": reward.path} | own).items():
         if path is not None:
             plugins.check(path, GROUP, key=key)
             check_signature(path, key)
     for name, part in reward.parts.items():
-        if part.kind == "classifier" and part.path is not None and not (Path(part.path) / "config.json").is_file():
+        model = part.served_model
+        if model is not None and not (Path(model.path) / "config.json").is_file():
             raise InputError(
-                f"reward.parts.{name}.path={part.path} has no config.json, so it is not a folder of a reward model"
+                f"reward.parts.{name}.model.path={model.path} has no config.json, so it is not a folder of a model"
             )
         if part.api_key_env is not None and not os.environ.get(part.api_key_env):
             raise ConfigError(f"reward.parts.{name}.api_key_env={part.api_key_env} is not set in the environment")
@@ -56,7 +61,10 @@ def reward_source(reward: RewardSection, rows: Iterable[Row]) -> str:
     if reward.path is not None:
         return f"{reward.path} (reward.path)"
     if reward.parts:
-        parts = (f"{name}: {part.rule or part.path or part.url or part.kind}" for name, part in reward.parts.items())
+        parts = (
+            f"{name}: {part.rule or part.path or part.url or _served(part) or part.kind}"
+            for name, part in reward.parts.items()
+        )
         return f"{', '.join(parts)} (reward.parts)"
     by_source: dict[str, str] = {}
     for row in rows:
@@ -64,6 +72,11 @@ def reward_source(reward: RewardSection, rows: Iterable[Row]) -> str:
             by_source[row["data_source"]] = resolve_reward(row["data_source"])
     rules = (f"rule {rule} for data_source={source}" for source, rule in sorted(by_source.items()))
     return f"the agent loop's own, or {'; '.join(rules) or 'the rule of the data source'}"
+
+
+def _served(part: RewardPart) -> str | None:
+    model = part.served_model
+    return model and f"{part.kind} {model.path}, {model.num_replicas} served by the run"
 
 
 def check_signature(path: str, key: str) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rl_trainer.errors import RewardError
 from rl_trainer.plugins import Serialized
 from rl_trainer.rewards.trl import Batch, BatchRewards, batch_rewards
-from rl_trainer.rewards.worker import HEADER, MAX_ANSWER_BYTES, OBJECT, checked, decoded, framed
+from rl_trainer.rewards.worker import CHECKS, HEADER, MAX_ANSWER_BYTES, OBJECT, checked, decoded, framed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,10 +44,12 @@ class FunctionPool:
 
     A call past its deadline ends with its process and everything that this started. Where several ran in it, any of
     them may have been the one that blocked it: each is called again, alone.
+
+    `gives` is `reward`, or of a judge's function `prompt` or `score`: see `rl_trainer.rewards.worker`.
     """
 
-    def __init__(self, path: str, *, num_processes: int = 1, timeout_s: float = 30.0) -> None:
-        self._path, self._num_processes, self._timeout_s = path, num_processes, timeout_s
+    def __init__(self, path: str, *, num_processes: int = 1, timeout_s: float = 30.0, gives: str = "reward") -> None:
+        self._path, self._num_processes, self._timeout_s, self._gives = path, num_processes, timeout_s, gives
         self.processes: list[_Process] = []
         self._changed = asyncio.Condition()
         self._num_alone = 0
@@ -82,6 +84,10 @@ class FunctionPool:
             TimeoutError: it did not end before its deadline.
         """
         return await self._checked(checked, text, row)
+
+    async def value(self, text: str, row: Mapping[str, Any]) -> Any:
+        """Call a function that gives no reward. Raises as `call`."""
+        return await self._checked(CHECKS[self._gives], text, row)
 
     async def call_batch(self, batch: Batch, row: Mapping[str, Any]) -> BatchRewards:
         """Call the function on the completions of a prompt. Raises as `call`."""
@@ -162,7 +168,7 @@ class FunctionPool:
             return min(free, key=lambda each: each.load)
         if len(self.processes) == self._num_processes:
             return None
-        self.processes.append(process := _Process(self._path))
+        self.processes.append(process := _Process(self._path, self._gives))
         return process
 
     async def _give_back(self, process: _Process) -> None:
@@ -175,8 +181,8 @@ class FunctionPool:
 class _Process:
     """Process of the pool; while it starts, it has room for the one call that it is started for."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, gives: str) -> None:
+        self._path, self._gives = path, gives
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[tuple[str, Any]]] = {}
@@ -193,7 +199,7 @@ class _Process:
         self.is_new = False
         name = OBJECT if isinstance(self._path, Serialized) else self._path
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from rl_trainer.rewards.worker import main; main()", name),
+            *(sys.executable, "-c", "from rl_trainer.rewards.worker import main; main()", name, self._gives),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

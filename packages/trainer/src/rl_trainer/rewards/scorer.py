@@ -25,6 +25,7 @@ from rl_trainer.rewards.trl import Batch
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
+    from rl_rollout.types import ServerAddress
     from rl_trainer.rewards.trl import BatchRewards
 
 T = TypeVar("T")
@@ -123,7 +124,13 @@ class Scorer:
 
     def _source(self, name: str, part: RewardPart) -> _Source | None:
         if part.kind in ("judge", "classifier"):
-            return ServedReward(name, part, num_sharing=self._num_sharing, timeout_s=self.section.timeout_s)
+            return ServedReward(
+                name,
+                part,
+                num_sharing=self._num_sharing,
+                timeout_s=self.section.timeout_s,
+                num_processes=self.section.num_processes,
+            )
         if part.rule is not None and part.rule in CODE_RULES:
             return CODE_RULES[part.rule](self.section.num_processes, **part.options)
         if part.kind != "function":
@@ -143,14 +150,15 @@ class Scorer:
             RewardError: a function cannot be loaded.
             SandboxError: code cannot be run as asked.
         """
-        await asyncio.gather(*(s.start() for s in self._sources.values() if isinstance(s, (FunctionPool, CodeTests))))
+        begin = (FunctionPool, CodeTests, ServedReward)
+        await asyncio.gather(*(s.start() for s in self._sources.values() if isinstance(s, begin)))
 
-    def use(self, urls: Mapping[str, str]) -> None:
-        """Set the URLs of served reward models, by part."""
-        for name, url in urls.items():
+    def use(self, servers: Mapping[str, Sequence[ServerAddress]]) -> None:
+        """Set the replicas of the reward models that the run serves, by part."""
+        for name, addresses in servers.items():
             source = self._sources[name]
             assert isinstance(source, ServedReward), "no other part is served"
-            source.url = url
+            source.use(addresses)
 
     async def score(self, text: str, row: Mapping[str, Any], loop_reward: float | None = None) -> Score:
         """Score a completion: `values` and `scores` of one.

@@ -14,17 +14,20 @@ import math
 import os
 import re
 import time
-from collections import deque
+from collections import Counter, deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 
 from rl_trainer.errors import RewardError
+from rl_trainer.rewards.process_pool import FunctionPool
 from rl_trainer.runtime.network import server_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_rollout.types import ServerAddress
     from rl_trainer.config.schema import RewardPart
 
 _CHARACTERS_PER_TOKEN = 4
@@ -49,18 +52,28 @@ class ServedReward:
     """Served reward: asks a judge or a classifier for the score of a completion.
 
     `kind=judge` asks an OpenAI-compatible server in words (`POST url/chat/completions`) and reads the number that
-    `pattern` finds last in what it writes. `kind=classifier` gives the conversation, or the filled `prompt`, to
-    `POST url` as vLLM's `/classify` and `/pooling` take it, and reads the number at `score_at` of the JSON answer.
+    `pattern` finds last in what it writes, or that `parser` gives. `kind=classifier` gives the conversation, or the
+    filled `prompt`, to `POST url` as vLLM's `/classify` and `/pooling` take it, and reads the number at `score_at` of
+    the JSON answer.
 
-    Each of the `num_sharing` processes keeps its part of the limits.
+    Of a model that the run serves, each request goes to the replica with the fewest in flight. Each of the
+    `num_sharing` processes keeps its part of the limits. Functions run in `num_processes` processes each.
     """
 
-    def __init__(self, name: str, part: RewardPart, *, num_sharing: int = 1, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, name: str, part: RewardPart, *, num_sharing: int = 1, timeout_s: float = 60.0, num_processes: int = 1
+    ) -> None:
         self._name, self._part, self._timeout_s = name, part, timeout_s
-        is_judge, url = part.kind == "judge", part.url or ""
-        self.url = url.rstrip("/") + "/chat/completions" if is_judge else url
-        """Endpoint; that of a reward model which the run serves is set by `Scorer.use`."""
-        self._score_at = part.score_at if part.path is None else _OWN_SCORE_AT
+        self._served = None if part.model is None or isinstance(part.model, str) else part.model
+        self._model = None if self._served else part.model
+        self._loads = Counter[str]()
+        """Requests in flight by endpoint."""
+        if part.url is not None:
+            self._loads[part.url.rstrip("/") + "/chat/completions" if part.kind == "judge" else part.url] = 0
+        self._score_at = _OWN_SCORE_AT if self._served else part.score_at
+        make = partial(FunctionPool, num_processes=num_processes, timeout_s=timeout_s)
+        self._prompt = None if (path := part.prompt_function) is None else make(path, gives="prompt")
+        self._parser = None if part.parser is None else make(part.parser, gives="score")
         self._pattern = re.compile(part.pattern)
         self._running = asyncio.Semaphore(max(part.max_concurrent // num_sharing, 1))
         self._limit = RateLimit(
@@ -69,18 +82,36 @@ class ServedReward:
         )
         self._session: aiohttp.ClientSession | None = None
 
+    def use(self, addresses: Sequence[ServerAddress]) -> None:
+        """Set the replicas of the model that the run serves."""
+        path = "/v1/chat/completions" if self._part.kind == "judge" else "/pooling"
+        self._loads = Counter({(url := f"{each.url}{path}"): self._loads[url] for each in addresses})
+        self._model = addresses[0].model if self._part.kind == "judge" else None
+
+    async def start(self) -> None:
+        """Load the functions.
+
+        Raises:
+            RewardError: one cannot be loaded.
+        """
+        for pool in (self._prompt, self._parser):
+            if pool is not None:
+                await pool.start()
+
     async def call(self, text: str, row: Mapping[str, Any]) -> float:
         """Score a completion.
 
         Raises:
             RewardError: none came in `max_attempts` attempts, or the server refuses the request.
         """
-        if not self.url:
+        if self._served is not None and not self._loads:
+            task = " --task score" if self._part.kind == "classifier" else ""
             raise RewardError(
-                f"reward {self._name!r} is of a model that rl-train serves; serve it here (rl-serve {self._part.path} "
-                "--task score), and give its url"
+                f"reward {self._name!r} is of a model that rl-train serves; serve it here (rl-serve {self._served.path}"
+                f"{task}), and give its url"
             )
-        body = self._body(text, row)
+        body = await self._body(text, row)
+        url = ""
         num_tokens = len(str(body)) / _CHARACTERS_PER_TOKEN + (
             self._part.max_tokens if self._part.kind == "judge" else 0
         )
@@ -91,40 +122,46 @@ class ServedReward:
                     await asyncio.sleep(max(pause_s, asked_s))
                     pause_s, asked_s = min(2 * pause_s, _LAST_PAUSE_S), 0.0
                 await self._limit.wait(num_tokens)
+                url = min(self._loads, key=self._loads.__getitem__)
+                self._loads[url] += 1
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        answer = await self._post(body)
+                        answer = await self._post(url, body)
                     self._count(answer, num_tokens)
-                    return self._read(answer)
+                    return await self._read(answer, row)
                 except TimeoutError:
                     last = f"no answer within {self._timeout_s:g} s"
                 except (aiohttp.ClientError, _NoScoreError) as error:
                     last = str(error) or type(error).__name__
                     asked_s = error.pause_s if isinstance(error, _NoScoreError) else 0.0
+                finally:
+                    if url in self._loads:
+                        self._loads[url] -= 1
         raise RewardError(
-            f"reward {self._name!r} got no score from {self.url} in {self._part.max_attempts} attempts; the last: "
-            f"{last}"
+            f"reward {self._name!r} got no score from {url} in {self._part.max_attempts} attempts; the last: {last}"
         )
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections, and end the functions' processes. Idempotent."""
+        for pool in (self._prompt, self._parser):
+            if pool is not None:
+                await pool.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _post(self, body: Mapping[str, Any]) -> Any:
+    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         if self._session is None:
-            is_own = self._part.path is not None
-            key = server_token() if is_own else os.environ.get(self._part.api_key_env or "")
+            key = server_token() if self._served else os.environ.get(self._part.api_key_env or "")
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
-        async with self._session.post(self.url, json=body) as response:
+        async with self._session.post(url, json=body) as response:
             said = (await self._body_of(response)).decode(errors="replace")
             if response.status == 429 or response.status >= 500:
                 raise _NoScoreError(f"HTTP {response.status}: {said[:300]}", _asked_pause_s(response))
             if response.status >= 400:
                 raise RewardError(
-                    f"reward {self._name!r}: {self.url} refuses the request, HTTP {response.status}: {said[:300]}"
+                    f"reward {self._name!r}: {url} refuses the request, HTTP {response.status}: {said[:300]}"
                 )
             try:
                 return json.loads(said)
@@ -137,18 +174,21 @@ class ServedReward:
         async for piece in response.content.iter_any():
             body += piece
             if len(body) > _MOST_BYTES:
-                raise _NoScoreError(f"{self.url} sent more than {_MOST_BYTES} bytes in one answer")
+                raise _NoScoreError(f"{response.url} sent more than {_MOST_BYTES} bytes in one answer")
         return bytes(body)
 
-    def _body(self, text: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    async def _body(self, text: str, row: Mapping[str, Any]) -> dict[str, Any]:
         part = self._part
-        model = {"model": part.model} if part.model is not None else {}
+        model = {"model": self._model} if self._model is not None else {}
         if part.prompt is None:
             return {**model, "messages": [*row["prompt"], {"role": "assistant", "content": text}]}
-        filled = self._filled(part.prompt, text, row)
+        if self._prompt is None:
+            filled: Any = self._filled(part.prompt, text, row)
+        else:
+            filled = await self._prompt.value(text, row)
         if part.kind == "classifier":
-            return {**model, "input": filled}
-        messages = [{"role": "user", "content": filled}]
+            return {**model, "input" if isinstance(filled, str) else "messages": filled}
+        messages = [{"role": "user", "content": filled}] if isinstance(filled, str) else filled
         return {**model, "messages": messages, "temperature": 0.0, "max_tokens": part.max_tokens}
 
     def _filled(self, template: str, text: str, row: Mapping[str, Any]) -> str:
@@ -170,7 +210,7 @@ class ServedReward:
         if type(total) is int and 0 <= total <= _MOST_TOKENS:
             self._limit.correct(total - num_guessed)
 
-    def _read(self, answer: Any) -> float:
+    async def _read(self, answer: Any, row: Mapping[str, Any]) -> float:
         path = "choices.0.message.content" if self._part.kind == "judge" else self._score_at
         value = at(answer, path)
         if value is None:
@@ -178,6 +218,10 @@ class ServedReward:
         if self._part.kind == "judge":
             if not isinstance(value, str):
                 raise _NoScoreError(f"what the judge writes at {path} is not text: {value!r:.100}")
+            if self._parser is not None:
+                if (score := await self._parser.value(value, row)) is None:
+                    raise _NoScoreError(f"{self._part.parser} finds no score in {value[-300:]!r}")
+                return score
             found: list[Any] = self._pattern.findall(value)
             if not found:
                 raise _NoScoreError(f"{self._part.pattern!r} finds no score in {str(value)[-300:]!r}")

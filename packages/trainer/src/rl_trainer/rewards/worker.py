@@ -1,4 +1,6 @@
-"""Program of a reward process: runs the reward function that its first argument names, for `FunctionPool`.
+"""Program of a reward process: runs the function that its first argument names, for `FunctionPool`.
+
+The second argument says what it gives: a `reward`, or of a judge the `prompt` or the `score`.
 
 Requests and answers are JSON behind its length on the descriptors that it was started with as standard input and
 output: never pickles, for a function may run what a policy wrote, and whoever reaches the pipe must not be able to make
@@ -56,7 +58,10 @@ def main() -> None:
         function = find(name, GROUP, key="reward.path")
         if not callable(function):
             raise TypeError(f"{function!r} is not a function of the completion's text and the row")
-        function, takes_batch = adapted(function)
+        if (check := CHECKS.get(sys.argv[2])) is None:
+            function, takes_batch = adapted(function)
+        else:
+            function, takes_batch = _with_check(function, check), False
     except BaseException as error:  # noqa: BLE001 - a file of the user's may raise anything
         _write(answers, (-1, "error", described(error)))
         return
@@ -96,14 +101,17 @@ def adapted(function: Callable[..., Any]) -> tuple[Callable[[Any, Mapping[str, A
     return _with_check(_of_verl(function, parameters) if is_verls else function), False
 
 
-def _with_check(function: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+def _with_check(
+    function: Callable[..., Any], check: Callable[[Any], Any] | None = None
+) -> Callable[[Any, Mapping[str, Any]], Any]:
+    check = check or checked
     if inspect.iscoroutinefunction(function):
 
         async def score(text: str, row: Mapping[str, Any]) -> Any:
-            return checked(await function(text, row))
+            return check(await function(text, row))
 
         return score
-    return lambda text, row: checked(function(text, row))
+    return lambda text, row: check(function(text, row))
 
 
 def _of_verl(
@@ -186,6 +194,31 @@ def checked(value: Any) -> float | dict[str, float]:
 
 def _number(value: Any) -> float:
     return finite(value, "it gave", "a number, or numbers by name, are needed")
+
+
+def asked(value: Any) -> str | list[dict[str, Any]]:
+    """Check the prompt of a judge: a text, or chat messages.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    messages = cast("list[Any]", value) if isinstance(value, list) else []
+    if isinstance(value, str) or (messages and all(isinstance(m, dict) and "role" in m for m in messages)):
+        return value
+    raise ValueError(f"it gave {value!r:.100}; a text, or a list of chat messages, is needed")
+
+
+def read(value: Any) -> float | None:
+    """Check the score that was read in a judge's answer: a finite number, or None if there is none in it.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return None if value is None else finite(value, "it gave", "a number, or None if there is no score, is needed")
+
+
+CHECKS: Mapping[str, Callable[[Any], Any]] = {"prompt": asked, "score": read}
+"""Checks of what functions give that are no rewards."""
 
 
 def _write(answers: IO[bytes], answer: Answer) -> None:

@@ -297,11 +297,13 @@ class AgentWorker:
             policies[policy] = Policy(server, self._tokenizers[policy])
         return create_runner(self._config.agent, policies)
 
-    def use_servers(self, servers: Mapping[str, Sequence[ServerAddress]], reward_urls: Mapping[str, str]) -> None:
+    def use_servers(
+        self, servers: Mapping[str, Sequence[ServerAddress]], rewards: Mapping[str, Sequence[ServerAddress]]
+    ) -> None:
         """Set the replicas to generate on and the reward servers to ask: `Replicas.use`, `Scorer.use`."""
         for policy, addresses in servers.items():
             self._loop.run(self._replicas[policy].use(addresses), self._timeout_s)
-        self._scorer.use(reward_urls)
+        self._scorer.use(rewards)
 
     def prompt_lengths(self, rows: list[Row]) -> list[int | str]:
         """Lengths of the prompts that the rows' loops start with, images included; or why a row cannot be used."""

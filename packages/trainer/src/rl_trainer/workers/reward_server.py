@@ -1,143 +1,93 @@
-"""Reward servers that the run starts itself: `rl-serve FOLDER --task score`, each in its own process."""
+"""Reward servers: judges and classifiers that the run serves itself, by rl-rollout."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import threading
-import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from rl_rollout.registry import create_process
+from rl_rollout.errors import RolloutError
+from rl_rollout.types import ServerConfig
 from rl_trainer.errors import RewardError
 from rl_trainer.runtime.base import Dispatch, WorkerContext, register
-from rl_trainer.runtime.processes import describe, is_stopped
+from rl_trainer.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_READY = "rl-serve ready "
-"""Text that `rl-serve` prints before the JSON of its address."""
-_CHECK_S = 1.0
-_READY_CHECK_S = 0.05
+    from rl_rollout.types import ServerAddress
+    from rl_trainer.config.schema import ServedModel
 
 
 class RewardServers:
-    """Supervisor of one server per reward model. `sleep` ends the servers, `wake` starts and loads them again.
+    """Servers of the reward models, whose replicas are spread over the ranks of a pool in turn.
 
-    With `heartbeat_s`, the end of a server, or one that is stopped for so long, ends this process too: whoever needs
-    its rewards hears of that at once.
+    They keep their weights from one step to the next: `sleep` frees the GPU and leaves them in host memory. A server
+    in a process of its own that ends takes this process along, as a rollout server does.
 
-    Rank 0 serves. `heartbeat_s` is None where this process is not this worker's alone.
+    Args:
+        context: The rank that serves every `world_size`-th replica.
+        models: By part of the reward: its task, `generate` or `score`, and its model.
+        is_own_process: Whether servers are processes of their own.
+        timeout_s: Deadline of start-up and of commands, seconds.
+        heartbeat_s: Seconds without a sign of life after which a server counts as lost.
+
+    Raises:
+        RewardError: a model cannot be served, or was not ready in time; has the last lines of the server.
     """
 
     def __init__(
         self,
         context: WorkerContext,
         *,
-        folders: Mapping[str, str],
+        models: Mapping[str, tuple[str, ServedModel]],
+        is_own_process: bool,
         timeout_s: float,
-        heartbeat_s: float | None = None,
+        heartbeat_s: float,
     ) -> None:
-        self._host, self._folders, self._timeout_s = context.host, folders, timeout_s
-        self._processes: dict[str, _Server] = {}
-        self._lock = threading.Lock()
-        if heartbeat_s is not None:
-            threading.Thread(target=self._watch, args=(heartbeat_s,), name="reward servers", daemon=True).start()
+        self._servers: list[tuple[str, RolloutWorker]] = []
+        replicas = [name for name, (_, model) in models.items() for _ in range(model.num_replicas)]
+        for name in replicas[context.rank :: context.world_size]:
+            task, model = models[name]
+            config = ServerConfig(
+                model_path=model.path,
+                max_model_len=model.max_model_len,
+                kv_cache_bytes=model.kv_cache_bytes,
+                options=model.options,
+                timeout_s=timeout_s,
+            )
+            where = f"the server of reward.parts.{name} ({model.path})"
+            try:
+                server = RolloutWorker(
+                    context,
+                    backend=model.backend,
+                    config=config,
+                    is_own_process=is_own_process,
+                    timeout_s=timeout_s,
+                    heartbeat_s=heartbeat_s,
+                    task=task,
+                    name=where,
+                )
+            except RolloutError as error:
+                self.close()
+                raise RewardError(f"{where} did not start: {error}") from error
+            self._servers.append((name, server))
 
-    def _watch(self, heartbeat_s: float) -> None:
-        stopped: dict[_Server, float] = {}
-        while True:
-            time.sleep(_CHECK_S)
-            with self._lock:
-                servers = [server for server in self._processes.values() if server.is_ready]
-                stopped = {each: stopped.get(each, 0.0) + _CHECK_S for each in servers if is_stopped(each.pid)}
-                lost = [each for each in servers if not each.is_alive or stopped.get(each, 0.0) > heartbeat_s]
-                if lost:
-                    print(lost[0].with_output("is gone"), file=sys.stderr, flush=True)  # noqa: T201 - its last lines
-                    for server in servers:
-                        server.end()
-                    os._exit(1)
+    @register(Dispatch.GATHER)
+    def wake(self) -> list[tuple[str, ServerAddress]]:
+        """Have every server answer, from sleep or as it is; returns part of the reward and address of each."""
+        for _, server in self._servers:
+            server.wake(("weights", "kv_cache"))
+        return [(name, server.address()) for name, server in self._servers]
 
-    @register(Dispatch.RANK_ZERO)
-    def wake(self) -> dict[str, str]:
-        """Start the servers that do not run; returns the endpoint of each part.
-
-        Raises:
-            RewardError: one ended, or was not ready in time; carries its last lines. None runs then.
-        """
-        with self._lock:
-            self._start()
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            return {name: server.url(deadline) for name, server in self._processes.items()}
-        except RewardError:
-            self.sleep()
-            raise
-
-    def _start(self) -> None:
-        for name, folder in self._folders.items():
-            if (server := self._processes.get(name)) is not None and not server.is_alive:
-                self._processes.pop(name).end()
-            if name not in self._processes:
-                self._processes[name] = _Server(name, folder, self._host)
-
-    @register(Dispatch.RANK_ZERO)
-    def sleep(self) -> None:
-        """End the servers."""
-        with self._lock:
-            while self._processes:
-                _, server = self._processes.popitem()
-                server.end()
+    @register(Dispatch.GATHER)
+    def sleep(self) -> list[None]:
+        """Free the GPUs; requests wait until `wake`."""
+        for _, server in self._servers:
+            server.sleep(1)
+        return []
 
     def close(self) -> None:
         """End the servers."""
-        self.sleep()
-
-
-class _Server:
-    """Reward server under rl-rollout's supervisor. It ends with this process: it watches its standard input."""
-
-    def __init__(self, name: str, folder: str, host: str) -> None:
-        self._name = f"the server of reward.parts.{name} ({folder})"
-        self._url: str | None = None
-        self._has_told = threading.Event()
-        command = [sys.executable, "-m", "rl_rollout.cli", folder, "--task", "score", "--host", host, "--port", "0"]
-        self._process = create_process([*command, "--exit-with-stdin"], name=self._name, on_line=self._take_line)
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_ready(self) -> bool:
-        return self._url is not None
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.returncode is None
-
-    def _take_line(self, line: str) -> bool:
-        if not line.startswith(_READY):
-            return False
-        self._url = f"{json.loads(line.removeprefix(_READY))['url']}/pooling"
-        self._has_told.set()
-        return True
-
-    def url(self, deadline: float) -> str:
-        while not self._has_told.wait(_READY_CHECK_S):
-            if not self.is_alive:
-                raise RewardError(self.with_output("ended while it started"))
-            if time.monotonic() > deadline:
-                raise RewardError(self.with_output("was not ready in time"))
-        assert self._url is not None, "it was set"
-        return self._url
-
-    def with_output(self, what: str) -> str:
-        """Error text: a sentence, the server's state and its last lines."""
-        return self._process.with_output(f"{self._name} {what}; {describe(self.pid, None)}")
-
-    def end(self) -> None:
-        self._process.kill()
+        while self._servers:
+            with suppress(RolloutError):
+                self._servers.pop()[1].close()

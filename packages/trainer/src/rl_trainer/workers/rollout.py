@@ -44,6 +44,8 @@ class Receivers:
 class RolloutWorker:
     """Supervisor of one rollout replica: starts its server, has it receive weights, ends it.
 
+    With `task="score"` the server is that of a reward model, always a process of its own, which receives no weights.
+
     Where the server is a process of its own and ends, this worker ends at once too, so that its watchers notice.
     """
 
@@ -56,8 +58,11 @@ class RolloutWorker:
         is_own_process: bool,
         timeout_s: float,
         heartbeat_s: float = 30.0,
+        task: str = "generate",
+        name: str = "the rollout server",
     ) -> None:
         make = rl_rollout.registry.launch_server if is_own_process else rl_rollout.registry.create_server
+        self._name = name
         self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
         self._loop = LoopThread("rollout")
         self._host = context.host
@@ -65,7 +70,7 @@ class RolloutWorker:
         if config.parallel.num_ranks > 1 and context.devices:  # a colocated one's process sees only its own GPU
             variables = {"CUDA_VISIBLE_DEVICES": ",".join(context.devices), **config.options.get("env", {})}
             config = replace(config, options={**config.options, "env": variables})
-        self._server = make(backend, config)
+        self._server = rl_rollout.registry.launch_scorer(config) if task == "score" else make(backend, config)
         self._address = self._loop.run(self._server.start(), timeout_s)
         self._receiver: ReceiverSession | None = None
         self._watch = self._loop.start(self._end_with_the_server()) if is_own_process else None
@@ -79,7 +84,7 @@ class RolloutWorker:
             except (ServerLostError, TimeoutError) as error:
                 told = str(error) if isinstance(error, ServerLostError) else await self._end_hung_server()
                 first, _, lines = told.partition("\n")  # the reason comes last: the end of this output is told
-                print(f"{lines}\nthe rollout server is gone: {first}", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"{lines}\n{self._name} is gone: {first}", file=sys.stderr, flush=True)  # noqa: T201
                 os._exit(1)
 
     async def _end_hung_server(self) -> str:
@@ -137,9 +142,9 @@ class RolloutWorker:
         if self._receiver is not None:
             self._loop.run(self._receiver.close(), 30.0)
 
-    def sleep(self) -> None:
-        """Give the memory of weights and cached keys back; the next weights have to be installed after `wake`."""
-        self._loop.run(self._server.sleep(2), self._timeout_s)
+    def sleep(self, level: int = 2) -> None:
+        """Give the memory of weights and cached keys back; after level 2 an update follows `wake`."""
+        self._loop.run(self._server.sleep(level), self._timeout_s)
 
     def wake(self, tags: tuple[str, ...]) -> None:
         """Take the memory of `weights` or of the `kv_cache` again."""

@@ -92,7 +92,7 @@ class WeightUpdates:
             engine.set_adapters(version, changed)
 
     def fall_asleep(self, engine: Engine, level: int) -> None:
-        """Free the cache, and at level 2 the weights."""
+        """Free the cache; at level 1 move the weights from a GPU to the host, at level 2 free them."""
         engine.is_asleep = True
         engine.drop_cache()
         self._weights.release_staging()
@@ -102,6 +102,8 @@ class WeightUpdates:
             self._weights.release()
             self._model.note_new_weights()
         if self._model.device.type == "cuda":
+            if level == 1:
+                self._weights.offload()
             torch.cuda.empty_cache()  # another process cannot use what torch's allocator keeps
 
     def wake_up(self, engine: Engine, tags: Sequence[str]) -> None:
@@ -109,6 +111,8 @@ class WeightUpdates:
         # Memory is allocated when it is first needed: weights by the next update, the cache by the next step.
         if "weights" in tags:
             self._may_hold_weights = True
+            if self._weights.reload():
+                self._model.note_new_weights()
         if "kv_cache" in tags:
             engine.is_asleep = False
 

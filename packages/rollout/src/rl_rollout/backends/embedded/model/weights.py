@@ -144,6 +144,8 @@ class WeightStore:
         first_of: dict[int, str] = {}
         self._owner = {name: first_of.setdefault(id(tensor), name) for name, tensor in self._tensors.items()}
         self._staged: dict[str, Tensor] = {}
+        self._host: dict[str, Tensor] = {}
+        """Copy of the served weights on the host, after `offload`."""
         self._targets: dict[str, Tensor] = {}
         self._arrived: set[tuple[str, int]] = set()
         """(tensor's name, offset in it) of every weight that has arrived."""
@@ -227,6 +229,7 @@ class WeightStore:
             self._targets = {}  # it may be the served weights themselves, which no update may write to
             if self._memory is not None:
                 self._memory.take()
+        self._host = {}
         has_moved = self._is_empty = False
         for owner, new in self._staged.items():
             served = self._tensors[owner]
@@ -247,6 +250,26 @@ class WeightStore:
         self._staged.clear()
         self._targets = {}
         self._arrived.clear()
+
+    def offload(self) -> None:
+        """Free both copies, and keep one on the host for `reload`."""
+        if not self._is_empty:
+            host = {owner: self._tensors[owner].data.to("cpu", copy=True) for owner in set(self._owner.values())}
+            self.release()
+            self._host = host
+
+    def reload(self) -> bool:
+        """Bring back the weights that `offload` has moved, unless an update was installed since; returns whether."""
+        if self._host and self._memory is not None:
+            self._memory.take()
+        for owner, host in self._host.items():
+            shape, dtype, device = self._layouts[owner]
+            if self._memory is None:
+                self._tensors[owner].data = torch.empty(shape, dtype=dtype, device=device)
+            self._tensors[owner].data.copy_(host)
+        if was_moved := bool(self._host):
+            self._host, self._is_empty = {}, False
+        return was_moved
 
     def release(self) -> None:
         """Free both copies. The module cannot run until the next `swap`."""
