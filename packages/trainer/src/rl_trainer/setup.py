@@ -376,6 +376,7 @@ def create_servers(job: Job, *, on_engine: bool = False) -> ReplicaSet[RolloutWo
         job.pool(ENGINE_POOL if on_engine else "rollout"),
         owns_pool=not on_engine,
         ranks_per_member=config.rollout.parallel.num_ranks if on_engine else 1,
+        num_members=config.rollout.num_replicas if config.rollout.colocated else None,
         backend=config.rollout.backend,
         config=server_config(config, job.model_path, adapter),
         is_own_process=config.runtime != "inline",

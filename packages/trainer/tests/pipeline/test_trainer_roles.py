@@ -93,12 +93,28 @@ def test_an_engine_is_built_from_the_keys_of_its_role():
     assert critic.optimizer.lr == 1e-5
 
 
+def test_agents_and_queue_choose_nodes_and_cpus():
+    """By a Ray resource; the plan says so, and a run of one process has nothing to choose."""
+    keys = ["placement.agent={num_cpus: 4, resource: scorers}", "placement.queue.resource=books"]
+    config = of(*keys, "agent.num_workers=2", "runtime=ray")
+    agent, queue = (pool for pool in resource_pools(config) if pool.name in ("agent", "queue"))
+    assert (agent.num_workers, agent.num_cpus, agent.resource) == (2, 4, "scorers")
+    assert (queue.num_workers, queue.num_cpus, queue.resource) == (1, 1, "books")
+    told = dict(placement_facts(config, {}, gpus=0))
+    assert (
+        told["pool agent"] == "2 processes of 4 CPUs each on CPUs of nodes with the Ray resource scorers: agent workers"
+    )
+
+
 @pytest.mark.promise("A placement that cannot be is refused in one sentence")
 @pytest.mark.parametrize(
     ("overrides", "error", "words"),
     [
         (["placement.actor.pool=a"], ConfigError, "unknown configuration key placement.actor; the nearest one is"),
         ([KL, "placement.reference.engine.world_size=2"], ConfigError, "unknown configuration key placement.reference"),
+        (["placement.agent.num_cpus=0"], ConfigError, "placement.agent.num_cpus: Input should be greater than 0"),
+        (["placement.agent.resource=CPU"], PlanError, "resource=CPU is every node's; name one that only some"),
+        (["placement.queue.num_cpus=2", "runtime=inline"], PlanError, "placement.queue does nothing with runtime=inl"),
         (["placement.reference.pool=frozen"], PlanError, "placement.reference does nothing unless there is a KL pen"),
         ([KL, "engine.lora.rank=2", *FROZEN], PlanError, "the policy is not an adapter, its own reference"),
         (["placement.critic.pool=frozen"], PlanError, "placement.critic does nothing unless a key of critic is set"),

@@ -50,10 +50,12 @@ def test_a_replica_on_engine_gpus_has_those_of_adjacent_ranks():
         (4, "n2", ("0", "1", "2", "3")),
     ]
     assert [member.devices for member in members_of(hosts, 1)] == [host.devices for host in hosts]
-    with pytest.raises(PlacementError, match=r"ranks 0 to 7 .* on 2 nodes \(10.0.0.1, 10.0.0.2\)"):
+    assert [member.rank for member in members_of(hosts, 3)] == [0, 4], "one on each node, and ranks left over"
+    assert [member.rank for member in members_of(hosts, 1, 3)] == [0, 1, 2]
+    with pytest.raises(PlacementError, match="1 replicas of 8 .* placed 4, 4 ranks on its 2 nodes, which hold 0"):
         members_of(hosts, 8)
-    with pytest.raises(PlacementError, match="8 processes, which groups of 3 do not divide"):
-        members_of(hosts, 3)
+    with pytest.raises(PlacementError, match="3 replicas of 3 neighbouring .* which hold 2; make rollout.num_rep"):
+        members_of(hosts, 3, 3)
 
 
 def test_a_replica_takes_a_gpu_for_each_of_its_ranks(monkeypatch):
@@ -74,8 +76,19 @@ def test_a_replica_takes_a_gpu_for_each_of_its_ranks(monkeypatch):
 
 def test_colocated_replicas_that_miss_engine_gpus_are_refused():
     sizes = ["rollout.colocated=true", "rollout.parallel.tp=4", "engine.world_size=8", "rollout.num_replicas=3"]
-    with pytest.raises(PlanError, match=r"num_replicas=3 of tp x pp x dp = 4 GPUs and engine.world_size=8"):
+    with pytest.raises(PlanError, match=r"num_replicas=3 of tp x pp x dp = 4 GPUs are more than engine.world_size=8"):
         make_plan(load_config("quickstart", sizes))
+
+
+def test_fewer_colocated_replicas_leave_gpus_idle(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(gpus, "local_gpus", lambda: 8)
+    sizes = ["runtime=ray", "rollout.parallel.tp=4", "rollout.backend=vllm", "engine.world_size=8"]
+    config = gpus.settle(load_config("quickstart", sizes))
+    assert config.rollout.colocated, "12 GPUs are not there"
+    make_plan(config)
+    check_gpus(config)
+    assert dict(gpus.gpu_facts(config))["GPUs"].endswith("; 4 generate nothing")
 
 
 def on_a_fake_cluster(what, num_nodes):

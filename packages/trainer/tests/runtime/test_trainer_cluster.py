@@ -14,8 +14,9 @@ CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-cluster.add_node(num_cpus=6)
-print("address", cluster.address, flush=True)
+cluster.add_node(num_cpus=6, resources={"scorers": 1})
+raylets = [node.all_processes["raylet"][0].process.pid for node in (cluster.head_node, *cluster.worker_nodes)]
+print("address", cluster.address, *raylets, flush=True)
 sys.stdin.read()
 cluster.shutdown()
 """
@@ -63,8 +64,8 @@ def cluster():
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "-c", CLUSTER]
     with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment, text=True) as process:
-        address = next(line.split()[1] for line in process.stdout if line.startswith("address "))
-        yield environment | {"RAY_ADDRESS": address}
+        _, address, *raylets = next(line for line in process.stdout if line.startswith("address ")).split()
+        yield environment | {"RAY_ADDRESS": address, "RAYLETS": " ".join(raylets)}
         process.stdin.close()
         process.wait(120)
 
@@ -96,3 +97,45 @@ def test_a_job_runs_on_two_nodes_and_explains_single_node_limits(cluster, model,
     assert "samples by shm, or ray over several nodes" in done.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())  # the relative path meant the same to all
     assert (summary["steps"], summary["failed_rollouts"]) == (2, 0)
+
+
+WHERE = """
+import os
+
+def raylet(text, row):
+    with open("raylets", "a") as file:
+        file.write(os.environ["RAY_RAYLET_PID"] + " ")
+    return float(len(text))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rewards_are_computed_on_nodes_of_their_own(cluster, model, tmp_path):
+    """Agent workers are on the node that has the resource; one that no node has is refused before anything starts.
+
+    One replica shares the CPUs of two engine ranks: weights come from both.
+    """
+    (tmp_path / "where.py").write_text(WHERE)
+    command = [sys.executable, "-m", "rl_trainer.cli", "quickstart", "runtime=ray", f"model.path={model}", *SIZES]
+    command += [
+        "weights_transport=tcp",
+        "reward.path=where.py:raylet",
+        "rollout.colocated=true",
+        "rollout.num_replicas=1",
+    ]
+
+    def train(resource):
+        last = f"placement.agent={{num_cpus: 2, resource: {resource}}}"
+        return subprocess.run([*command, last], env=cluster, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+
+    refused = train("nowhere")
+    assert refused.returncode == 1
+    assert "'nowhere': 0.0}; make the pools smaller" in refused.stdout + refused.stderr
+    (tmp_path / "raylets").unlink(missing_ok=True)  # of the trial before the start
+    done = train("scorers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = cluster["RAYLETS"].split()
+    found = (tmp_path / "raylets").read_text().split()
+    assert second in found
+    assert first not in found

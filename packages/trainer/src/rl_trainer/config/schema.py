@@ -522,11 +522,30 @@ class RoleSection(PoolSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSection:
+    """The nodes of processes without GPUs, and the CPUs that Ray reserves for each."""
+
+    num_cpus: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs per process, of agent workers with those of the rewards that they compute."""
+    resource: str | None = None
+    """Ray resource of the nodes to choose from (`ray start --resources='{"scorers": 1}'`); None: any node."""
+
+    def __post_init__(self) -> None:
+        if self.resource in ("CPU", "GPU", "memory", "object_store_memory"):
+            raise PlanError(f"placement: resource={self.resource} is every node's; name one that only some nodes have")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSection:
     """Which roles share a pool of processes and their GPUs; by default all of them that of the policy.
 
     Servers have GPUs of their own, or with `rollout.colocated` the policy's; agent workers and the queue have none.
     """
+
+    agent: NodeSection | None = None
+    """Agent workers, in whose processes rewards are computed: CPU-heavy ones have their nodes here."""
+    queue: NodeSection | None = None
+    """The process of the queue."""
 
     reference: RoleSection | None = None
     """The start policy of the KL penalty."""
@@ -565,7 +584,7 @@ class PlacementSection:
 
 
 ROLES = ("reference", "critic", "teacher", "reward")
-"""That `placement` places."""
+"""That `placement` assigns to pools."""
 _POOLS_OF_OTHERS = ("agent", "queue", "rollout")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from rl_engine.registry import auto_precision, for_this_machine
 from rl_engine.types import Precision
-from rl_trainer.config.schema import ENGINE_POOL, ROLES, PoolSection
+from rl_trainer.config.schema import ENGINE_POOL, ROLES, NodeSection, PoolSection
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import (
     data_parallel_ranks,
@@ -90,8 +90,12 @@ def pools_of(config: Config) -> list[ResourcePool]:
         for pool in _pools_of_policy(own, has_rewards=not pools):
             named_pool = replace(pool, name=pool_of(policy, pool.name))
             pools[named_pool.name] = named_pool
-    agents = ResourcePool(name="agent", num_workers=config.agent.num_workers, roles=("agent workers",))
-    return [*pools.values(), agents, ResourcePool(name="queue", num_workers=1, roles=("queue",))]
+    agent, queue = (section or NodeSection() for section in (config.placement.agent, config.placement.queue))
+    return [
+        *pools.values(),
+        ResourcePool(name="agent", num_workers=config.agent.num_workers, roles=("agent workers",), **asdict(agent)),
+        ResourcePool(name="queue", num_workers=1, roles=("queue",), **asdict(queue)),
+    ]
 
 
 def _pools_of_policy(config: Config, *, has_rewards: bool) -> list[ResourcePool]:
@@ -157,9 +161,9 @@ def _why_policy_apart(config: Config, num_gpus: int) -> str | None:
         return f"pipeline={config.pipeline} generates and trains at the same time: choose pipeline=sync"
     if config.batch.stream:
         return "batch.stream=true trains while the rest is generated: leave it out"
-    if num_replicas * per_replica != world_size:
+    if num_replicas * per_replica > world_size:
         replicas = f"rollout.num_replicas={num_replicas}" + (f" of {per_replica} GPUs" if per_replica > 1 else "")
-        return f"{replicas} and engine.world_size={world_size} differ: make them equal"
+        return f"{replicas} take more than engine.world_size={world_size}: make them that at most"
     if world_size > num_gpus:
         return f"the engine alone asks for {world_size}: make engine.world_size and rollout.num_replicas {num_gpus}"
     return None
@@ -255,6 +259,9 @@ def gpu_facts(config: Config) -> list[tuple[str, str]]:
     roles = named(gpu_pools(config, colocated=False))
     if config.rollout.colocated:
         how = "in turn; who waits keeps its memory on the host" if is_offloaded(config) else "both in its memory"
+        served = sum(o.rollout.num_replicas * o.rollout.parallel.num_ranks for o in policies_of(config).values())
+        idle = sum(own.engine.world_size for own in policies_of(config).values()) - served
+        how += f"; {idle} generate nothing" if idle else ""
         return [("GPUs", f"{there} for {roles}: colocated, {how}")]
     return [("GPUs", f"{there} for {roles}: each its own" if config.runtime == "ray" else f"1 for {roles}")]
 
@@ -291,6 +298,11 @@ def check_placement(config: Config) -> None:
         PlanError: one does not.
     """
     per_update = config.batch.mini_batch_size * config.batch.group_size
+    for role in ("agent", "queue"):
+        if config.runtime == "inline" and getattr(config.placement, role) is not None:
+            raise PlanError(
+                f"placement.{role} does nothing with runtime=inline, which has one process; use runtime=ray"
+            )
     for role in ROLES:
         section: PoolSection | None = getattr(config.placement, role)
         if not has(config, role):
@@ -327,7 +339,9 @@ def placement_facts(
     for pool in pools_of(config):
         count = f"{pool.num_workers} process{'es' * (pool.num_workers > 1)}"
         if not pool.num_gpus:
-            where = f"{count} on CPUs of any node"
+            cpus = f" of {pool.num_cpus:g} CPUs each" if pool.num_cpus != 1 else ""
+            nodes = "any node" if pool.resource is None else f"nodes with the Ray resource {pool.resource}"
+            where = f"{count}{cpus} on CPUs of {nodes}"
         elif gpus:
             where = f"{count} of {pool.num_gpus:g} GPU{'s' * (pool.num_gpus > 1)}"
         else:

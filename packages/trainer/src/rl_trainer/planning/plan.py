@@ -148,11 +148,11 @@ def _check_layout(config: Config) -> None:
             "out; choose pipeline=sync, or colocated=false"
         )
     replica, num_replicas = config.rollout.parallel, config.rollout.num_replicas
-    if config.rollout.colocated and num_replicas * replica.num_ranks != config.engine.world_size:
+    if config.rollout.colocated and num_replicas * replica.num_ranks > config.engine.world_size:
         raise PlanError(
-            f"rollout.colocated=true puts the replicas on all GPUs of the engine, but rollout.num_replicas="
-            f"{num_replicas} of tp x pp x dp = {replica.num_ranks} GPUs and engine.world_size="
-            f"{config.engine.world_size}; make the product equal to it"
+            f"rollout.colocated=true puts the replicas on the GPUs of the engine, but rollout.num_replicas="
+            f"{num_replicas} of tp x pp x dp = {replica.num_ranks} GPUs are more than engine.world_size="
+            f"{config.engine.world_size}; make the product at most that"
         )
     if config.rollout.elastic is not None:
         check_elastic(config, config.rollout.elastic, schedule)

@@ -96,6 +96,8 @@ class ResourcePool:
     """CPUs reserved for each process."""
     num_gpus: float = 0.0
     """GPUs reserved for each process."""
+    resource: str | None = None
+    """Custom Ray resource of the nodes to choose from; None: any node."""
     python: str | None = None
     """Interpreter of the processes, of another environment; None: that of this process."""
     is_elastic: bool = False
@@ -210,7 +212,14 @@ class Runtime(ABC):
 
     @abstractmethod
     def create_replicas(
-        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, ranks_per_member: int = 1, **kwargs: Any
+        self,
+        worker: Callable[..., W],
+        pool: str,
+        *,
+        owns_pool: bool = True,
+        ranks_per_member: int = 1,
+        num_members: int | None = None,
+        **kwargs: Any,
     ) -> ReplicaSet[W]:
         """Place one worker of a class per process of a pool, each on its own: see `ReplicaSet`.
 
@@ -223,10 +232,11 @@ class Runtime(ABC):
             owns_pool: No group shares the pool. In a shared one nobody is replaced and nobody joins: a process that
                 dies takes all of its workers along, and the run ends.
             ranks_per_member: Processes of a shared pool whose GPUs one member has.
+            num_members: Members in a shared pool, which may leave processes over; None: all that there is room for.
             kwargs: For the constructor.
 
         Raises:
-            PlacementError: no such pool, or the ranks of a member are on several nodes.
+            PlacementError: no such pool, or no node has the ranks of a member.
         """
 
     def death(self, within_s: float) -> Exception | None:

@@ -71,10 +71,17 @@ class InlineRuntime(Runtime):
         return cast("W", _InlineGroup(instance, grid))
 
     def create_replicas(
-        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, ranks_per_member: int = 1, **kwargs: Any
+        self,
+        worker: Callable[..., W],
+        pool: str,
+        *,
+        owns_pool: bool = True,
+        ranks_per_member: int = 1,
+        num_members: int | None = None,
+        **kwargs: Any,
     ) -> ReplicaSet[W]:
         """A replica set of one, which can neither die nor grow."""
-        del owns_pool, ranks_per_member
+        del owns_pool, ranks_per_member, num_members
         self.create_group(worker, pool, **kwargs)
         return _InlineReplicas(self._workers[-1])
 

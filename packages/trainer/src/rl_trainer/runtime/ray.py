@@ -144,7 +144,7 @@ class RayRuntime(Runtime):
         name = f"{pool.name}-{os.getpid()}-{next(self._numbers)}"
         group = placement_group([bundle] * pool.num_workers, strategy="PACK", name=name)
         if not self._is_reserved(group):
-            there = {k: v for k, v in ray.available_resources().items() if k in {"CPU", "GPU"}}
+            there = {k: v for k, v in ray.available_resources().items() if k in {"CPU", "GPU", pool.resource}}
             remove_placement_group(group)
             raise PlacementError(
                 f"pool {pool.name!r} asks for {pool.num_workers} x {bundle}, but after {_PLACEMENT_TIMEOUT_S:.0f} s "
@@ -199,10 +199,17 @@ class RayRuntime(Runtime):
         return cast("W", _RayGroup(self, name, hosts, grid, cast("type", worker)))
 
     def create_replicas(
-        self, worker: Callable[..., W], pool: str, *, owns_pool: bool = True, ranks_per_member: int = 1, **kwargs: Any
+        self,
+        worker: Callable[..., W],
+        pool: str,
+        *,
+        owns_pool: bool = True,
+        ranks_per_member: int = 1,
+        num_members: int | None = None,
+        **kwargs: Any,
     ) -> ReplicaSet[W]:
         """Construct one worker in every host of the pool, or in the first of every `ranks_per_member`."""
-        name, hosts = self._name_of(worker), members_of(self._hosts_of(pool), ranks_per_member)
+        name, hosts = self._name_of(worker), members_of(self._hosts_of(pool), ranks_per_member, num_members)
         if owns_pool:
             del self._hosts[pool]  # members come and go: who waits for others does not hear of them
         replica_set: RayReplicas[W] = RayReplicas(self, pool, name, worker, kwargs, owns_pool=owns_pool)
@@ -356,33 +363,35 @@ def in_rank_order(hosts: Sequence[PlacedHost], places: Sequence[Whereabouts]) ->
     return [replace(hosts[i], rank=rank, where=places[i], devices=places[i].devices) for rank, i in enumerate(order)]
 
 
-def members_of(hosts: Sequence[PlacedHost], ranks_per_member: int) -> list[PlacedHost]:
-    """The first of every `ranks_per_member` neighbouring ranks, with the GPUs of all of them.
+def members_of(hosts: Sequence[PlacedHost], ranks_per_member: int, num_members: int | None = None) -> list[PlacedHost]:
+    """The first of every `ranks_per_member` neighbouring ranks of a node, with the GPUs of all of them.
+
+    Ranks that no member needs are left over.
 
     Raises:
-        PlacementError: they do not divide, or those of a member are on several nodes.
+        PlacementError: there are fewer than `num_members` (None: as many as all ranks make) such groups.
     """
-    if len(hosts) % ranks_per_member:
+    wanted = len(hosts) // ranks_per_member if num_members is None else num_members
+    nodes = [[*ranks] for _, ranks in itertools.groupby(hosts, key=lambda host: host.where and host.where.node_id)]
+    groups = [node[i : i + ranks_per_member] for node in nodes for i in range(0, len(node), ranks_per_member)]
+    groups = [group for group in groups if len(group) == ranks_per_member][:wanted]
+    if len(groups) < wanted:
+        counts = ", ".join(str(len(node)) for node in nodes)
         raise PlacementError(
-            f"pool {hosts[0].pool.name!r} has {len(hosts)} processes, which groups of {ranks_per_member} do not divide"
+            f"pool {hosts[0].pool.name!r} is to hold {wanted} replicas of {ranks_per_member} neighbouring ranks of one "
+            f"node, and Ray placed {counts} ranks on its {len(nodes)} nodes, which hold {len(groups)}; make "
+            "rollout.num_replicas or rollout.parallel smaller, or take larger nodes"
         )
-    members: list[PlacedHost] = []
-    for start in range(0, len(hosts), ranks_per_member):
-        group = hosts[start : start + ranks_per_member]
-        nodes = {host.where.node_id: host.where.node_address for host in group if host.where is not None}
-        if len(nodes) > 1:
-            last, where = start + ranks_per_member - 1, ", ".join(nodes.values())
-            raise PlacementError(
-                f"ranks {start} to {last} of pool {group[0].pool.name!r} are to be one replica, and Ray placed them on "
-                f"{len(nodes)} nodes ({where}); make a node's GPUs a multiple of "
-                f"{ranks_per_member}, or rollout.parallel smaller"
-            )
-        members.append(replace(group[0], devices=tuple(name for host in group for name in host.devices)))
-    return members
+    return [replace(group[0], devices=tuple(name for host in group for name in host.devices)) for group in groups]
+
+
+_MARK = 0.001
+"""Amount of a custom resource that a process takes: it is there to choose nodes, and counts nothing."""
 
 
 def _bundle(pool: ResourcePool) -> dict[str, float]:
-    return {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
+    gpus = {"GPU": pool.num_gpus} if pool.num_gpus else {}
+    return {"CPU": pool.num_cpus} | gpus | ({pool.resource: _MARK} if pool.resource is not None else {})
 
 
 def _require_room(pools: Sequence[ResourcePool]) -> None:
