@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -12,7 +13,12 @@ ROOT = Path(__file__).parents[1]
 LOCK = (ROOT / "requirements.lock").read_text()
 PYPROJECTS = [ROOT / "pyproject.toml", ROOT / "csrc/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
 _ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
-ENTRIES = {canonicalize_name(name): (version, rest) for name, version, rest in _ENTRY.findall(LOCK)}
+ENTRIES = {
+    canonicalize_name(name): (version, rest)
+    for name, version, rest in _ENTRY.findall(LOCK)
+    if "python_" not in (marker := rest.partition("\\")[0].strip(" ;")) or Marker(marker).evaluate()
+}
+"""By name; of a package with a version for each Python, that of this one."""
 
 
 def wanted():
@@ -20,7 +26,8 @@ def wanted():
     projects = {p["project"]["name"]: p["project"] for p in (tomllib.loads(f.read_text()) for f in PYPROJECTS)}
     for project in projects.values():
         for lines in (project.get("dependencies", []), *project.get("optional-dependencies", {}).values()):
-            yield from (each for line in lines if (each := Requirement(line)).name not in projects)
+            found = (each for line in lines if (each := Requirement(line)).name not in projects)
+            yield from (each for each in found if "python_" not in str(each.marker) or each.marker.evaluate())
 
 
 def test_the_first_command_installs_what_it_imports():
@@ -43,6 +50,8 @@ def test_requested_packages_are_pinned_to_fitting_versions():
 def test_it_agrees_with_the_versions_of_the_workspace():
     pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     for each in map(Requirement, pinned):
+        if each.marker is not None and not each.marker.evaluate():
+            continue
         if (found := ENTRIES.get(canonicalize_name(each.name))) is not None:
             assert each.specifier.contains(found[0]), f"{each}, but {found[0]}: run tools/requirements.sh"
 

@@ -46,6 +46,7 @@ ADVICE = [
     ({"mtp": "train", "optimizer": ADAM}, 1, r"megatron alone does it. Use that, or mtp=freeze", [{"mtp": "freeze"}]),
     ({"mtp": "train", "optimizer": ADAM, "lora": LORA}, 1, r"lora=None. Or mtp=freeze", [{"mtp": "freeze"}]),
     ({"transformer_engine": False}, 1, r"megatron alone has it. Leave it true", [{"transformer_engine": True}]),
+    ({"bridge": "own"}, 1, r"megatron alone has it. Leave it auto", [{"bridge": "auto"}]),
     ({"lora": LORA, "optimizer": None}, 1, r"leave lora out", [{"lora": None}]),
     ({"router_aux_loss_coef": 0.1}, 1, r"no router .* Set it to 0", [{"router_aux_loss_coef": 0.0}]),
     ({"entropy": True, "head": "value"}, 1, r"it needs head=lm", [{"head": "lm"}, {"entropy": False}]),

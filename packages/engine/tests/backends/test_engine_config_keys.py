@@ -116,6 +116,7 @@ ELSEWHERE = {
     },
     "dropout": {"fsdp": "test_engine_dropout::test_dropout_of_the_model_is_asked_for"},
     "transformer_engine": {"megatron": "test_engine_megatron_te::test_it_is_taken_on_a_gpu_in_bfloat16"},
+    "bridge": {"megatron": "test_engine_bridge::test_the_key_decides_about_a_family_of_its_list"},
     "dist_checkpoint": {
         "megatron": "test_engine_megatron_dist_checkpoint::test_megatron_core_reads_what_is_written_and_is_read_itself"
     },
@@ -275,6 +276,7 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         "transformer_engine": False,
         "dist_checkpoint": "a folder",
         "recompute": ("mlp",),
+        "bridge": "own",
     }.get(key, value)
     config = EngineConfig(model_path=str(folders / "model"), precision=Precision.BFLOAT16)
     config = changed(config, folders, key, value)

@@ -202,6 +202,8 @@ def test_a_folder_with_a_file_that_is_cut_off_is_refused(model, tmp_path, name):
     engine.save_dist_checkpoint(tmp_path / "written")
     engine.close()
     file = tmp_path / "written" / name
+    if name == "common.pt" and not file.exists():
+        pytest.skip("megatron-core 0.19 writes what was in it among the tensors")
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(ModelFolderError, match="written cannot be read: "):
         build(model, dist_checkpoint=str(tmp_path / "written"))

@@ -44,7 +44,9 @@ def no_group_left():
 
 
 def settings(**changes):
-    options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "cuda_graph_scope": []}
+    modules = "cuda_graph_modules" in TransformerConfig.__dataclass_fields__  # from 0.19 on
+    graphs = {"cuda_graph_modules" if modules else "cuda_graph_scope": []}
+    options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, **graphs}
     return TransformerConfig(**(options | changes))
 
 

@@ -52,6 +52,7 @@ EFFECTS = {
     "engine.cpu_offload": ("true", "engine"),
     "engine.optimizer_offload": ("true", "engine"),
     "engine.transformer_engine": ("false", "engine"),
+    "engine.bridge": ("own", "engine"),
     "engine.dist_checkpoint": ("/weights/megatron", "engine"),
     "engine.activation_offload": ("[attention]", "engine"),
     "engine.recompute": ("[mlp, norm]", "engine"),

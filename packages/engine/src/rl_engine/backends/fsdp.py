@@ -449,8 +449,9 @@ def _check_sequence(scorer: HuggingFaceScorer, sp: int) -> None:
             f"parallel.sp is {sp}; {type(scorer.model).__name__} has layers that mix tokens outside attention, or "
             "attends in its own way, so its rows cannot be cut. Set it to 1."
         )
-    if scorer.multimodal is not None:
-        raise ConfigError(f"parallel.sp is {sp}; {type(scorer.model).__name__} takes images whole. Set it to 1.")
+    if scorer.multimodal is not None or scorer.has_state:
+        what = "takes images whole" if scorer.multimodal is not None else "carries state from token to token"
+        raise ConfigError(f"parallel.sp is {sp}; {type(scorer.model).__name__} {what}. Set it to 1.")
     check_heads(sp, config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads))
 
 
@@ -463,6 +464,8 @@ def _sharing_obstacle(scorer: HuggingFaceScorer, config: EngineConfig) -> str | 
         return f"{name} has layers that mix tokens outside attention, or attends in its own way"
     if scorer.multimodal is not None:
         return f"{name} takes images, of which rows with the same tokens may have different ones"
+    if scorer.has_state:
+        return f"{name} has layers whose state begins with every row"
     if scorer.experts is not None:
         return f"{name} has routers, whose load and replay are of every row's own tokens"
     if config.optimizer is not None and _drops_out(scorer):
@@ -515,7 +518,7 @@ def _check_compilable(scorer: HuggingFaceScorer, config: EngineConfig) -> None:
     Raises:
         ConfigError: says what they have.
     """
-    if not scorer.is_packed or scorer.experts is not None or scorer.multimodal is not None:
+    if not scorer.is_packed or scorer.has_state or scorer.experts is not None or scorer.multimodal is not None:
         raise ConfigError(
             f"torch_compile is true and {type(scorer.model).__name__} has routers, images or layers that mix tokens "
             "outside attention, which are compiled anew for every batch. Set it to false."

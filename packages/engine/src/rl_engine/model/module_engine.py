@@ -28,7 +28,7 @@ from rl_engine.model.placement import Placement
 from rl_engine.model.scorer import BuiltModel, Scorer
 from rl_engine.model.settings import settings_status
 from rl_engine.optimizer import StepOptimizer, apply_adam, learning_rate, module_optimizer
-from rl_engine.types import EngineConfig, EngineOutput, Fp8, ModelInit, OptimizerConfig, PeftConfig, ShardSpec
+from rl_engine.types import Bridge, EngineConfig, EngineOutput, Fp8, ModelInit, OptimizerConfig, PeftConfig, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,8 +182,12 @@ class ModuleEngine(Engine):
         config, able = self._config, self._backend.capabilities
         if config.trains_mtp and not able.trains_mtp:
             raise ConfigError("mtp is train; of the backends here megatron alone does it. Use that, or mtp=freeze.")
-        if not config.transformer_engine and not able.has_transformer_engine:
-            raise ConfigError("transformer_engine is false; of the backends here megatron alone has it. Leave it true.")
+        for name, usual in (("transformer_engine", True), ("bridge", Bridge.AUTO)):
+            if (value := getattr(config, name)) != usual and not able.has_transformer_engine:
+                raise ConfigError(
+                    f"{name} is {str(value).lower()}; of the backends here megatron alone has it. Leave it "
+                    f"{str(usual).lower()}."
+                )
         if config.dist_checkpoint is not None and not able.reads_dist_checkpoints:
             raise ConfigError("dist_checkpoint is set; of the backends here megatron alone reads such folders.")
         idle = idle_accelerator()

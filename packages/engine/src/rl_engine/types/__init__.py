@@ -50,6 +50,15 @@ class MatmulPrecision(StrEnum):
     """In bfloat16 with float32 sums, where the device has it."""
 
 
+class Bridge(StrEnum):
+    """Use of Megatron-Bridge by the megatron backend."""
+
+    AUTO = "auto"
+    """Families that the backend does not map itself are read by Bridge, where it is installed."""
+    OWN = "own"
+    """They are rejected."""
+
+
 class Fp8(StrEnum):
     """Scaling of float8 matrix products in the layers."""
 
@@ -281,6 +290,8 @@ class EngineConfig:
     transformer_engine: bool = True
     """Build megatron's layers from Transformer Engine's modules where it is installed, on a GPU in bfloat16: linear
     layers, grouped experts, attention. False: from megatron-core's own."""
+    bridge: Bridge = Bridge.AUTO
+    """Whether megatron takes families beyond its own from Megatron-Bridge, where that is installed."""
     matmul_precision: MatmulPrecision = MatmulPrecision.HIGHEST
     """Precision of matrix products inside `forward_backward_batch`; matters for float32 only."""
     max_tokens_per_gpu: int = 16384
@@ -346,6 +357,7 @@ class EngineConfig:
         _need_named("init", self.init, ModelInit)
         _need_named("mtp", self.mtp, Mtp)
         _need_named("fp8", self.fp8, Fp8)
+        _need_named("bridge", self.bridge, Bridge)
         if self.fp8 != Fp8.OFF:
             for name, value, instead in (
                 ("precision", self.precision, Precision.BFLOAT16),

@@ -65,7 +65,8 @@ def _plain_top_k(config: Any) -> dict[str, bool]:
     }
 
 
-def _other_latent(config: Any) -> dict[str, bool]:
+def other_latent(config: Any) -> dict[str, bool]:
+    """Variants of latent attention that are not mapped, and whether a config has them."""
     rope, heads = config.rope_parameters, config.num_attention_heads
     has_one_scale = bool(rope.get("mscale")) and rope["mscale"] == rope.get("mscale_all_dim")
     return {
@@ -101,11 +102,11 @@ FAMILIES: Mapping[str, Family] = {
         has_partial_rotary=True,
         unmapped=_plain_top_k,
     ),
-    "deepseek_v2": Family(norm_top_k=False, unmapped=_other_latent, **_DEEPSEEK),
+    "deepseek_v2": Family(norm_top_k=False, unmapped=other_latent, **_DEEPSEEK),
     "deepseek_v3": Family(
         is_sigmoid=True,
         has_mtp=True,
-        unmapped=lambda config: _plain_top_k(config) | _other_latent(config),
+        unmapped=lambda config: _plain_top_k(config) | other_latent(config),
         **_DEEPSEEK,
     ),
     "gpt_oss": Family(
@@ -214,6 +215,8 @@ class Architecture:
     """A layer for multi-token prediction behind the last is trained."""
     has_partial_rotary: bool = False
     """A part of each head is rotated."""
+    rename: Callable[[Any], Any] | None = None
+    """Gives a parameter's `Entry` the names of its tensors, where they are not those of `weights` (see `bridge`)."""
 
     @property
     def experts(self) -> Experts | None:
@@ -268,7 +271,7 @@ def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> A
         expert_size=expert_size,
         shared_size=config.n_shared_experts * expert_size if family.has_shared_experts else 0,
         router=_router(config, family),
-        latent=_latent_sizes(config) if family.is_latent else None,
+        latent=latent_sizes(config) if family.is_latent else None,
         norm_top_k=_is_so(config, family.norm_top_k),
         rope_scale=LlamaRotaryEmbedding(config).attention_scaling,
         swiglu_limit=getattr(config, "swiglu_limit", _SWIGLU_LIMIT) if family.has_sinks else None,
@@ -296,7 +299,7 @@ def _router(config: Any, family: Family) -> Router:
     )
 
 
-def _latent_sizes(config: Any) -> LatentSizes:
+def latent_sizes(config: Any) -> LatentSizes:
     """Sizes of the latent attention of a config."""
     rope, is_scaled = config.rope_parameters, config.rope_parameters["rope_type"] == "yarn"
     return LatentSizes(

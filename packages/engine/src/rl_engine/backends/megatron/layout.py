@@ -223,6 +223,8 @@ def megatron_calls() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
+        for said in ("torch.distributed is disabled", "The argument order of load"):  # as it reads a checkpoint
+            warnings.filterwarnings("ignore", message=said)
         warnings.filterwarnings("ignore", message="Please use DTensor")  # its checkpoints are of torch's ShardedTensor
         yield
 

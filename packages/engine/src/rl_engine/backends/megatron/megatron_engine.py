@@ -22,6 +22,7 @@ from rl_engine.backends.megatron.adapters import (
     stored_name,
 )
 from rl_engine.backends.megatron.architectures import check_divides, read_architecture
+from rl_engine.backends.megatron.bridge import describe, takes_bridge
 from rl_engine.backends.megatron.layout import (
     Layout,
     check_device,
@@ -146,6 +147,8 @@ class MegatronBackend(ModuleBackend):
     def read_config(self) -> tuple[Any, Architecture]:
         """The folder's config, and the fields used of it."""
         source = hf_folder.read_config(Path(self.config.model_path))
+        if takes_bridge(self.config, source.model_type) and not self.config.trains_mtp:
+            return source, describe(source, self.config.head)
         return source, read_architecture(source, self.config.head, trains_mtp=self.config.trains_mtp)
 
     def build(self, world: World) -> tuple[Stage, PeftConfig | None]:

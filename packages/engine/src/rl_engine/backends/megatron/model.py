@@ -5,6 +5,7 @@ Legend: `T` tokens fed, `C` completion tokens, `V` vocabulary, `H` hidden, `D` h
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,9 @@ if TYPE_CHECKING:
     from rl_engine.types import EngineConfig, ModelOutput, ParallelConfig
 
 
+_MTP_FIELDS = MultiTokenPredictionLayerSubmodules.__dataclass_fields__
+_MTP_LAYER = "transformer_layer" if "transformer_layer" in _MTP_FIELDS else "mtp_model_layer"
+"""Name of its decoder layer, which 0.19 changed; ours is the first."""
 _FLOAT8_TOKENS = 128
 """Tokens that a rank's products in float8 have a multiple of: the largest of the recipes' blocks."""
 
@@ -137,6 +141,8 @@ def transformer_config(arch: Architecture, wanted: EngineConfig, dtype: torch.dt
     if fp8 != Fp8.OFF:  # of whole tensors, gradients need the format with the wider exponent
         more |= {"fp8": "hybrid" if fp8 == Fp8.TENSORWISE else "e4m3", "fp8_recipe": str(fp8)}
     more |= _expert_settings(arch, parallel, dtype, is_fused)
+    has_modules = "cuda_graph_modules" in TransformerConfig.__dataclass_fields__  # from 0.19 on
+    more["cuda_graph_modules" if has_modules else "cuda_graph_scope"] = []  # the default warns
     if arch.rope_scale != 1:
         more["softmax_scale"] = arch.rope_scale**2 * arch.head_dim**-0.5
     if arch.swiglu_limit is not None:
@@ -167,7 +173,7 @@ def transformer_config(arch: Architecture, wanted: EngineConfig, dtype: torch.dt
         ffn_hidden_size=arch.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.has_qk_norm,
+        qk_layernorm=arch.has_qk_norm or arch.latent is not None,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu if arch.swiglu_limit is None else quick_gelu,
         add_bias_linear=arch.swiglu_limit is not None,
@@ -191,7 +197,6 @@ def transformer_config(arch: Architecture, wanted: EngineConfig, dtype: torch.dt
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        cuda_graph_scope=[],  # the default warns
         **more,
     )
 
@@ -269,7 +274,7 @@ def _fuse(layer: Any, arch: Architecture, *, is_sparse: bool, is_ring: bool) -> 
     Norms stay apart from the linear layers behind them: torch's kernel is as fast, and adapters are given its result.
     """
     column, row = transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear
-    attention, inner = layer.self_attention.submodules, layer.mlp.submodules
+    attention, inner = layer.self_attention.submodules, _submodules(layer.mlp)
     attention.linear_proj = row
     if arch.latent is None:
         attention.linear_qkv = column
@@ -285,9 +290,16 @@ def _fuse(layer: Any, arch: Architecture, *, is_sparse: bool, is_ring: bool) -> 
         linear_fc1=transformer_engine.TEColumnParallelGroupedLinear,
         linear_fc2=transformer_engine.TERowParallelGroupedLinear,
     )
-    inner.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
+    build: Any = partial if isinstance(layer.mlp, partial) else ModuleSpec
+    inner.experts = build(TEGroupedMLP, submodules=grouped)
     if arch.shared_size:
-        inner.shared_experts.submodules = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        shared = _submodules(inner.shared_experts)
+        shared.linear_fc1, shared.linear_fc2 = column, row
+
+
+def _submodules(spec: Any) -> Any:
+    """Modules inside a specification, which is a partial call from megatron-core 0.19 on."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def check_transformer_engine(fp8: Fp8) -> None:
@@ -307,7 +319,10 @@ def mtp_spec(arch: Architecture, *, is_fused: bool) -> MultiTokenPredictionLayer
     """The layer for multi-token prediction, whose decoder layer is like the last one."""
     norm: Any = RmsNorm
     layer = layer_spec(arch, is_sparse=bool(arch.num_experts), is_fused=is_fused)
-    return MultiTokenPredictionLayerSubmodules(norm, norm, ColumnParallelLinear, layer, norm)
+    parts: dict[str, Any] = {_MTP_LAYER: layer}
+    return MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=ColumnParallelLinear, **parts
+    )
 
 
 def _without_transformer_engine() -> None:
@@ -407,10 +422,15 @@ class StageModel(GPTModel):
             vp_stage=chunk if layout.vpp > 1 else None,
         )
         if arch.has_mtp and self.post_process:
+            told = copy(config)
+            told.mtp_num_layers = 1
             # megatron-core's schedules take an attribute `mtp` for a block of several
             self.ahead = MultiTokenPredictionLayer(
-                config, mtp_spec(arch, is_fused=is_fused), vp_stage=self.vp_stage, pg_collection=self.pg_collection
+                told, mtp_spec(arch, is_fused=is_fused), vp_stage=self.vp_stage, pg_collection=self.pg_collection
             )
+            layer = getattr(self.ahead, _MTP_LAYER)
+            delattr(self.ahead, _MTP_LAYER)
+            self.ahead.transformer_layer = layer
         layers: Any = () if arch.experts is None else self.decoder.layers
         for index, layer in enumerate(layers):
             layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)

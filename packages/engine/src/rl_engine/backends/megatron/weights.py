@@ -101,10 +101,12 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 def plan_weights(arch: Architecture, *, pp: int, vpp: int, ep: int, is_grouped: bool = False) -> list[Entry]:
     """Every parameter of the model, in the order of the layers; experts are named as grouped ones where they are."""
     entries = _plan(arch, pp, vpp, ep)
-    return [replace(entry, parameter=_grouped(entry.parameter)) for entry in entries] if is_grouped else entries
+    if arch.rename is not None:
+        entries = list(map(arch.rename, entries))
+    return [replace(entry, parameter=grouped(entry.parameter)) for entry in entries] if is_grouped else entries
 
 
-def _grouped(parameter: str) -> str:
+def grouped(parameter: str) -> str:
     """`experts.local_experts.3.linear_fc1.weight` is `experts.linear_fc1.weight3` where products are grouped."""
     return _LOCAL_EXPERT.sub(r".experts.\2\1", parameter)
 
