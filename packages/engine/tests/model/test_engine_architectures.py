@@ -35,15 +35,18 @@ PACKED = {
     "afmoe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1},
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
 }
-PARTED = ("qwen3_moe", "gpt_oss")  # prompts fed with every row: routers
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+          "shared_expert_intermediate_size": 16}  # fmt: skip
+STATEFUL = {"qwen3_next": DELTA | SPARSE, "qwen3_5_text": DELTA, "qwen3_5_moe_text": DELTA | SPARSE}
+PACKED |= STATEFUL
+PARTED = ("qwen3_moe", "gpt_oss", *STATEFUL)  # prompts fed with every row: routers, and layers with state
 PADDED = {
     "mamba": {"state_size": 4},
-    "qwen3_next": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-}  # fmt: skip
+}
 
 
 def folder_of(tmp_path, kind, changes):

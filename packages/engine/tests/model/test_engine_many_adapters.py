@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_engine import (
     AdamParams,
@@ -420,6 +420,20 @@ def test_adapters_on_experts_are_sharded_as_the_rest_is(two):
     (steps, weights), (wanted, theirs) = two["experts"], two["one"]["experts"]
     assert steps == [pytest.approx(each, rel=1e-9) for each in wanted]
     torch.testing.assert_close(weights, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_have_no_adapters_in_linear_attention(tmp_path):
+    delta = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "head_dim": 8}
+    delta |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "vocab_size": 79}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=2, **delta, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder := tmp_path / "model")
+    with create_worker(EngineConfig(model_path=str(folder), optimizer=None)) as worker:
+        with pytest.raises(ConfigError, match=r"takes \S+linear_attn\S+, which sees rows in another order"):
+            worker.add_adapter("ann", LoraConfig())
+        worker.add_adapter("ann", LoraConfig(target_modules=("q_proj",)))
+        worker.forward_backward_rows(ranks.draw_rows(1, "ann", 3), ranks.LOSSES)
+        assert worker.optim_step(ranks.ADAM["ann"], "ann").grad_norm > 0
 
 
 def test_rows_have_no_adapters_on_experts(tmp_path):

@@ -237,8 +237,8 @@ def _span(lengths: Sequence[int], device: torch.device) -> Span:
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, options: Options) -> Tensor:
     """(tokens of the block, heads, D) in, (its queries, H, D) out."""
-    q = _to_block(q, block.queries, block.num_rows)
-    k, v = (_to_block(part, block.keys, block.num_rows) for part in (k, v))
+    q = to_block(q, block.queries, block.num_rows)
+    k, v = (to_block(part, block.keys, block.num_rows) for part in (k, v))
     width, num_keys = block.queries.width, block.keys.width
     plain = options.softcap is None and options.sinks is None
     windowed = options.window is not None and options.window < num_keys
@@ -260,7 +260,7 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: RowBlock, options: Opt
     return out if block.queries.unpad_index is None else take_rows(out, block.queries.unpad_index)
 
 
-def _to_block(part: Tensor, span: Span, num_rows: int) -> Tensor:
+def to_block(part: Tensor, span: Span, num_rows: int) -> Tensor:
     """(tokens, heads, D) to (B, heads, L, D)."""
     if span.pad_index is not None and span.unpad_index is not None:
         part = spread_rows(part, span.pad_index, span.unpad_index)

@@ -66,6 +66,11 @@ def draw_adapter(config: EngineConfig, lora: LoraConfig, seed: int) -> tuple[Pef
             f"lora.target_modules takes {EXPERTS}, of which an expert sees tokens of many rows; rows with adapters of "
             "their own have none on them. Leave it out, or train one adapter, by EngineConfig.lora."
         )
+    if inside := [name for name in adapted_layers(model) if ".linear_attn." in name]:
+        raise ConfigError(
+            f"lora.target_modules takes {inside[0]}, which sees rows in another order; rows with adapters of their own "
+            "have none in linear attention. Name target_modules without it, or train one adapter, by EngineConfig.lora."
+        )
     return described, {
         name: LowRank(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER])
         for name, layer in adapted_layers(model).items()

@@ -22,6 +22,7 @@ from rl_engine.layers import packed_attention as attention
 from rl_engine.layers.logprobs import LinearHead, score_logits, score_states, score_values
 from rl_engine.layers.moe import Routers, routing_of
 from rl_engine.layers.multimodal import MultimodalInputs, is_multimodal, modalities_in
+from rl_engine.layers.packed_delta import LINEAR_LAYER, delta_nets, pack_delta_nets
 from rl_engine.model.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -53,8 +54,11 @@ class HuggingFaceScorer(Scorer):
         self.adapters: RowAdapters | None = None
         """Adapters of rows; None: no row has one."""
         self.is_packed = _can_pack(model)
+        self.has_state = bool(delta_nets(model))
+        """Whether layers carry state from token to token."""
         if self.is_packed:
             name = attention.register(is_compiled=is_compiled)
+            pack_delta_nets(model)
             self.multimodal = MultimodalInputs(model) if is_multimodal(model) else None
             model.set_attn_implementation(name if self.multimodal is None else {"text_config": name})
 
@@ -296,10 +300,15 @@ def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _can_pack(model: PreTrainedModel) -> bool:
-    """Whether every layer attends through transformers' attention interface and takes positions from outside."""
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    """Whether every layer attends through transformers' attention interface and takes positions from outside.
+
+    Or is a gated delta net, whose state can begin anew in each row.
+    """
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    has_nets = layers.count(LINEAR_LAYER) == len(delta_nets(model)) > 0  # transformers calls these not compatible
+    attends = has_nets or model.is_backend_compatible()
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    return model.is_backend_compatible() and takes_positions and layers <= PACKED_LAYERS
+    return attends and takes_positions and {*layers} <= (PACKED_LAYERS | {LINEAR_LAYER} if has_nets else PACKED_LAYERS)
 
 
 def _probe_rows(model: PreTrainedModel) -> dict[str, Any]:

@@ -40,6 +40,20 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+SPARSE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+FAMILIES |= {"qwen3_next": DELTA | SPARSE, "qwen3_5_text": DELTA}
 MAX_NEW_TOKENS = 24
 
 
@@ -282,19 +296,36 @@ def test_a_group_is_computed_once(qwen3_folder):
     assert {output.token_ids for output in outputs.values()} == {run_to_end(alone)["alone"].token_ids}
 
 
+@pytest.mark.promise("recurrent state is kept next to the KV cache")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_states_follow_their_sequences(name, tmp_path):
+    """Rows move, prompts come in chunks, groups share one, and weights change in the middle of completions."""
+    folder = write_tiny_model(tmp_path / "model", family=name, **FAMILIES[name])
+    engine = build(folder, max_num_seqs=3, options={"chunk_tokens": 8})
+    want = dict(zip(map(str, range(6)), expected(folder, prompts()), strict=True))
+    outputs, pending = {}, [greedy(i, prompt, 4 + 4 * i) for i, prompt in enumerate(prompts())]
+    while pending or engine.can_step:
+        if pending:
+            engine.submit([pending.pop(0)])
+        engine.step()
+        outputs.update(engine.take_events())
+        if len(pending) == 1:
+            engine.set_version(1)  # of the same weights: all that run are computed again
+    for i in range(6):
+        assert outputs[str(i)].token_ids == want[str(i)][: 4 + 4 * i]
+    engine.submit(greedy(f"again {i}", prompts()[4]) for i in range(3))  # one computes it, and shares its state
+    outputs = run_to_end(engine)
+    assert {output.token_ids for output in outputs.values()} == {want["4"]}
+
+
+def test_drafts_and_states_are_rejected_together(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", family="qwen3_5_text", **DELTA)
+    with pytest.raises(ConfigError, match="num_speculative_tokens=2 .* has a state that cannot go back"):
+        build(folder, options={"num_speculative_tokens": 2})
+
+
 def test_a_model_that_keeps_more_than_keys_and_values_is_refused(tmp_path):
-    overrides = {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    folder = write_tiny_model(tmp_path / "model", family="qwen3_next", **overrides)
+    folder = write_tiny_model(tmp_path / "model", family="minimax", layer_types=DELTA["layer_types"])
     with pytest.raises(ModelFolderError, match="linear_attention"):
         build(folder)
 

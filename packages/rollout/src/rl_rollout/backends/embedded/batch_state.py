@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_csrc.inference.sampling import streams_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,8 @@ class BatchState:
     num_blocks: np.ndarray
     """[R] number of valid entries of the block table."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, states: Mapping[int, Sequence[Tensor]] | None = None) -> None:
+        """Make an empty batch; `states` has one row's of each layer that carries some."""
         self.device = device
         for name, dtype in _ROW_DTYPES.items():
             setattr(self, name, torch.zeros(0, dtype=dtype, device=device))
@@ -96,6 +97,8 @@ class BatchState:
         for name in _HOST_COLUMNS:
             setattr(self, name, np.zeros(0, dtype=np.int64))
         self._new_blocks: dict[tuple[int, int], int] = {}
+        self.states = {layer: [each.new_zeros(0, *each.shape) for each in its] for layer, its in (states or {}).items()}
+        """[R, ...] convolution and recurrent state of each gated delta net, by layer."""
 
     def reserve(self, num_rows: int, length: int, num_stops: int, num_columns: int = 1) -> None:
         """Grow to so many rows, tokens, stop ids and blocks per row, keeping the content.
@@ -109,6 +112,8 @@ class BatchState:
             for name in _HOST_COLUMNS:
                 old = getattr(self, name)
                 setattr(self, name, np.pad(old, (0, rows - len(old))))
+            for its in self.states.values():
+                its[:] = [_grown(each, (rows, *each.shape[1:])) for each in its]
         there = self.tokens.shape[1]
         room = there if length <= there else max(length, 2 * there)
         if (rows, room) != tuple(self.tokens.shape):
@@ -189,6 +194,15 @@ class BatchState:
         for name in (*_HOST_COLUMNS, "stop_ids"):
             column = getattr(self, name)
             column[list(targets)] = column[list(sources)]
+        self.copy_states(list(zip(sources, targets, strict=True)))
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the state of gated delta nets between rows, given as (source, target) pairs."""
+        if not pairs or not self.states:
+            return
+        source, target = torch.tensor(pairs, device=self.device).unbind(1)
+        for column in (each for its in self.states.values() for each in its):
+            column.index_copy_(0, target, column.index_select(0, source))
 
 
 def _grown(old: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -29,7 +29,7 @@ from rl_rollout.backends.embedded.scheduling.history import DraftHistory
 from rl_rollout.backends.embedded.scheduling.scheduler import Scheduler
 from rl_rollout.backends.embedded.scheduling.sequence import SequenceState, SpecialSequences, finish_reason
 from rl_rollout.backends.embedded.step_runner import StepRunner
-from rl_rollout.errors import RequestError, RequestTimeoutError
+from rl_rollout.errors import ConfigError, RequestError, RequestTimeoutError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Engine:
             device=model.device,
             new_memory=device_memory(model.device),
         )
-        self.table = BatchState(model.device)
+        self.table = BatchState(model.device, model.states)
         self._max_blocks = self.cache.most_blocks(config.kv_cache_bytes)
         self._num_spare = 0
         """Blocks at the end of the cache that no sequence ever gets."""
@@ -100,9 +100,14 @@ class Engine:
             self._new_pool(), self.table, max_num_seqs=config.max_num_seqs, chunk_tokens=chunk_tokens
         )
         self._special = SpecialSequences()
+        if model.states and config.options.get("num_speculative_tokens"):
+            raise ConfigError(
+                f"num_speculative_tokens={config.options['num_speculative_tokens']} and the model's linear attention "
+                "has a state that cannot go back behind a rejected draft; leave it out"
+            )
         self._history = DraftHistory(config.options.get("num_speculative_tokens", 0))
         self.steps = StepRunner(model, self.cache, self.table, self.scheduler, self._special)
-        if model.device.type == "cuda" and not model.experts.num_routers:
+        if model.device.type == "cuda" and not model.experts.num_routers and not model.states:
             self.steps.graphs = self.decode_graphs()
         self.is_frozen = False
         self.is_asleep = False
@@ -306,7 +311,10 @@ class Engine:
         # A cache in one allocation, or one whose address graphs hold, cannot grow with its content.
         is_whole = self.cache.keeps_place or self._num_spare
         return BlockPool(
-            self._max_blocks, self.cache.block_size, self._max_blocks if is_whole else self.cache.num_blocks
+            self._max_blocks,
+            self.cache.block_size,
+            self._max_blocks if is_whole else self.cache.num_blocks,
+            remembers=not self.model.states,
         )
 
     # ---- deadlines

@@ -96,6 +96,7 @@ class StepRunner:
         else:
             logits = self._model.logits(ids, batch.positions + table.shifts[batch.rows], batch, kept(plan, asked))
         self._cache.copy(plan.copies)
+        table.copy_states([(chunks[split.chunk].sequence.row, split.sequence.row) for split in plan.splits])
         experts = self._model.experts.take()
         self.num_passes += 1
         if self._special.reading:
@@ -144,7 +145,14 @@ class StepRunner:
             self._model.experts.is_on = False
             spans = [(row, 0, chunk.count)]
             batch = PagedBatch(
-                self._cache, self._table.block_tables, rows, positions, num_single=0, num_blocks=0, chunks=spans
+                self._cache,
+                self._table.block_tables,
+                rows,
+                positions,
+                num_single=0,
+                num_blocks=0,
+                chunks=spans,
+                states=self._table.states,
             )
             self._model.prefill_seen(self._table.tokens[row, : chunk.count], seen, batch)
             self._note_computed(chunk)

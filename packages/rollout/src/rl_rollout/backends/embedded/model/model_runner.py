@@ -13,6 +13,7 @@ from rl_csrc.native import has_cuda
 from rl_rollout.backends.embedded.image_prompt import ImagePrompt, ImageReader, load_image_reader
 from rl_rollout.backends.embedded.model.cpu_decoder import FusedDecoder, agrees, fuse, is_known
 from rl_rollout.backends.embedded.model.cuda_decoder import CudaDecoder, can_decode, joined_weights
+from rl_rollout.backends.embedded.model.delta_state import LINEAR_LAYER, NAME, delta_nets, serve_delta_nets
 from rl_rollout.backends.embedded.model.linear import ActiveAdapters, ServedLinear, can_pack, serve_linears
 from rl_rollout.backends.embedded.model.named_adapters import AdapterStore
 from rl_rollout.backends.embedded.model.paged_attention import (
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from rl_rollout.types import ServerConfig
 
 
-SERVED_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types whose only state is keys and values."""
+SERVED_LAYERS = {"full_attention", "sliding_attention", LINEAR_LAYER}
+"""Layer types whose state is keys and values, or that of a gated delta net."""
 
 _LOADING = threading.Lock()
 """Held while a model is loaded: transformers patches torch's initialisation meanwhile, for the whole process."""
@@ -71,6 +72,8 @@ class ServedModel:
     """End-of-sequence ids: a request stops at them unless it ignores them."""
     layer_shapes: dict[int, LayerShape]
     """Shapes of the keys and values that each attention layer caches."""
+    states: dict[int, tuple[Tensor, Tensor]]
+    """Convolution and recurrent state of one row, by gated delta net: shapes and dtypes."""
     experts: ExpertRecorder
     """Recorder of routed experts; has no routers where the model has none, or where they do not return their choice."""
     linears: dict[str, ServedLinear]
@@ -194,6 +197,7 @@ def load_model(config: ServerConfig) -> ServedModel:
     )
     module = module.to(device)
     register_attention()
+    serve_delta_nets(module)
     # The language model's attention is ours; a vision tower keeps transformers'.
     parts = getattr(module.config, "sub_configs", None)
     names = {part: ATTENTION_NAME if part == "text_config" else "sdpa" for part in parts or ()}
@@ -224,6 +228,7 @@ def load_model(config: ServerConfig) -> ServedModel:
         max_model_len=max_model_len,
         eos_token_ids=folder_tokens(config.model_path).end_ids,
         layer_shapes=probe.shapes,
+        states=probe.states,
         experts=experts,
         linears=linears,
         active_adapters=active,
@@ -272,19 +277,22 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
 
 
 def _adaptable(linears: dict[str, ServedLinear]) -> dict[str, ServedLinear]:
-    """Layers that adapters may change: those that see the packed tokens, not those of a vision tower."""
-    return {name: layer for name, layer in linears.items() if "visual" not in name.split(".")}
+    """Layers that adapters may change: those that see the packed tokens, not those of a vision tower or delta net."""
+    return {name: layer for name, layer in linears.items() if {"visual", NAME}.isdisjoint(name.split("."))}
 
 
 def _check_architecture(module: Any, path: str) -> None:
-    name = type(module).__name__
-    others = set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - SERVED_LAYERS
+    name, nets = type(module).__name__, delta_nets(module)
+    layers = getattr(module.config.get_text_config(), "layer_types", None) or []
+    others = {*layers} - SERVED_LAYERS
+    if layers.count(LINEAR_LAYER) != len(nets):
+        others.add(LINEAR_LAYER)  # of another kind
     if others:
         raise ModelFolderError(
             f"model folder {path!r}: {name} has layers of type {', '.join(sorted(others))}; "
             f"the embedded backend serves {', '.join(sorted(SERVED_LAYERS))}"
         )
-    if not getattr(module, "_supports_attention_backend", False):
+    if not nets and not getattr(module, "_supports_attention_backend", False):  # not set where there are such nets
         raise ModelFolderError(f"model folder {path!r}: {name} does not use transformers' attention interface")
 
 
@@ -301,7 +309,7 @@ def _probe(module: Any, device: torch.device, num_layers: int, path: str, expert
     module(input_ids=zero, position_ids=zero, use_cache=False, rl_batch=probe)
     experts.is_on = False
     experts.does_tell = experts.take() is not None
-    if sorted(probe.shapes) != list(range(num_layers)):
+    if sorted([*probe.shapes, *probe.states]) != list(range(num_layers)):
         raise ModelFolderError(
             f"model folder {path!r}: {type(module).__name__} has {num_layers} layers and "
             f"{len(probe.shapes)} of them asked for attention"
@@ -351,6 +359,7 @@ class BatchBuilder:
             num_single=num_single,
             num_blocks=int(table.num_blocks[plan.rows].max()) if num_single else 0,
             chunks=spans,
+            states=table.states,
         )
         return batch, table.tokens[rows, positions]
 

@@ -24,7 +24,7 @@ from rl_rollout.backends.embedded.kv_cache import KVCache, LayerShape
 from rl_rollout.errors import ModelFolderError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 ATTENTION_NAME = "rl_rollout_paged"
 """Name under which transformers finds `attention_forward`."""
@@ -100,6 +100,8 @@ class ProbeBatch:
 
     shapes: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
     settings: dict[int, AttentionSettings] = field(default_factory=dict[int, AttentionSettings])
+    states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, "tuple[Tensor, Tensor]"])
+    """Convolution and recurrent state of one row in each gated delta net."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         """Record the layer; returns zeros of the right shape.
@@ -125,6 +127,7 @@ class PagedBatch:
         num_single: Number of decode tokens, which are of different rows.
         num_blocks: Columns of the block table that decode tokens read.
         chunks: (row, position of the first token, number of tokens) of each chunk, in order.
+        states: [R, ...] convolution and recurrent states of all rows, by gated delta net; updated in place.
     """
 
     def __init__(
@@ -137,8 +140,9 @@ class PagedBatch:
         num_single: int,
         num_blocks: int,
         chunks: Sequence[tuple[int, int, int]] = (),
+        states: Mapping[int, Sequence[Tensor]] | None = None,
     ) -> None:
-        self.cache = cache
+        self.cache, self.states = cache, states or {}
         self.block_tables = block_tables
         self.rows = rows
         self.positions = positions

@@ -25,10 +25,11 @@ class BlockPool:
         limit: Most blocks that the pool may grow to.
         block_size: Positions per block.
         capacity: Blocks at the start; the pool grows as it is used.
+        remembers: Whether prefixes are found again; not where blocks are only a part of what a token leaves behind.
     """
 
-    def __init__(self, limit: int, block_size: int, capacity: int = 0) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, block_size: int, capacity: int = 0, *, remembers: bool = True) -> None:
+        self.limit, self._remembers = limit, remembers
         self.block_size = block_size
         self.capacity = capacity
         """Blocks that the cache must have room for; grows while more than half of them are held."""
@@ -104,6 +105,8 @@ class BlockPool:
 
     def remember(self, root: Hashable, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Enter the caller's full blocks, which hold these tokens, into the prefix cache; existing entries stay."""
+        if not self._remembers:
+            return
         chain = self._chain(root, token_ids)
         parent: Any = chain[-1][1] if chain else root
         for index in range(len(chain), len(token_ids) // self.block_size):
