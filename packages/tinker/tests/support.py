@@ -145,7 +145,7 @@ def running(folder: Path, model: Path, *, group=None, replicas=None, **settings)
     thread.start()
 
     def run(work):
-        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(600)
 
     async def make():
         config = ServeConfig(model_path=str(model), output_dir=str(folder), port=0, **settings)

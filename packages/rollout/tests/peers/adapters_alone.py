@@ -1,9 +1,11 @@
 """What every third-party server must do when an adapter alone is sent to it."""
 
 import asyncio
+import json
 import shutil
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
@@ -13,7 +15,7 @@ from rollout_servers import alone
 from safetensors.torch import load_file, save_file
 
 import rl_ckpt
-from rl_rollout import CkptReceiver, WeightUpdateError, create_server
+from rl_rollout import CkptReceiver, RequestError, WeightUpdateError, create_server
 from rl_rollout.testing import Served, load_weights
 
 
@@ -89,6 +91,55 @@ def check_adapter_alone(backend, config, adapters, folder):
             assert two.token_ids == oracle["two"].token_ids, "the other one is as it was"
             # vLLM labels all tokens with the newest version; the engine of its stand-in, with that of the adapter.
             assert {*two.weight_versions} in ({2}, {0})
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def check_adapters_come_and_go(backend, config, adapters):
+    """Adapters that updates name, bring and remove, on a server with room for two of them.
+
+    Args:
+        backend: Name of the server's.
+        config: Of a server with room for two adapters.
+        adapters: By name, folders of the adapters one and two, and of the models that they are merged into.
+    """
+
+    def named(name, source):
+        folder = Path(adapters[source][0])
+        told = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+        rank = told["r"] ** (0.5 if told.get("use_rslora") else 1)
+        tensors["scaling"] = torch.tensor(told["lora_alpha"] / rank)
+        return {f"adapters.{name}.{key}": tensor for key, tensor in tensors.items()}
+
+    async def main():
+        server = create_server(backend, config)
+        await server.start()
+        try:
+            assert server.capabilities.has_adapters
+            served = Served(server=server, run=None, model_path=config.model_path, update=None, max_model_len=256)
+            asked = served.request(max_new_tokens=16)
+            folders = {None: config.model_path} | {name: merged for name, (_, merged) in adapters.items()}
+            want = {name: (await asyncio.to_thread(alone, path, asked)).token_ids for name, path in folders.items()}
+
+            async def check(**sources):
+                for name, source in {"": None, **sources}.items():
+                    got = await server.generate(replace(asked, request_id=f"r-{name}", adapter=name or None))
+                    assert got.token_ids == want[source], name
+
+            await send(server, named("a", "one"), 1)
+            await check(a="one")
+            await send(server, named("b", "two"), 2)
+            await check(a="one", b="two")
+            with pytest.raises(WeightUpdateError, match="adapter 'c'"):
+                await send(server, named("c", "two"), 3)
+            await check(a="one", b="two")
+            await send(server, named("c", "two") | {"adapters.a.removed": torch.zeros(1)}, 4)
+            await check(b="two", c="two")
+            with pytest.raises(RequestError, match="there is no adapter 'a'; loaded are: b, c"):
+                await server.generate(replace(asked, adapter="a"))
         finally:
             await server.stop()
 

@@ -128,6 +128,8 @@ def read_tensor(told):
 class FakeVllm:
     def __init__(self, arguments):
         self.arguments = arguments
+        modules = {each["name"]: each["path"] for each in arguments.lora_modules}
+        self.has_room = "room-1" in modules
         self.server = create_server(
             "embedded",
             ServerConfig(
@@ -137,9 +139,10 @@ class FakeVllm:
                 seed=arguments.seed,
                 dtype=arguments.dtype,
                 num_threads=1,
-                options={"adapters": {each["name"]: each["path"] for each in arguments.lora_modules}},
+                options={"max_adapters": len(modules)} if self.has_room else {"adapters": modules},
             ),
         )
+        self.rooms = {}
         self.receiver, self.is_updating = None, False
         self.ranks = [Rank() for _ in range(arguments.tensor_parallel_size - 1)]
         self.label = "default"
@@ -220,12 +223,25 @@ class FakeVllm:
                 **{name: params[name] for name in DRAWING},
                 **structure_of(None, structure or None),
             ),
-            adapter=body["model"] if body["model"] in names else None,
+            adapter=self.adapter_of(body["model"]) if body["model"] in names else None,
             num_top_logprobs=params["logprobs"],
             returns_prompt_logprobs=params["prompt_logprobs"] is not None,
             images=images,
             sampled_spans=tuple(sampled),
         )
+
+    def adapter_of(self, name):
+        return {room: adapter for adapter, room in self.rooms.items()}[name] if self.has_room else name
+
+    def report_rooms(self):
+        """Each adapter that came in the first room that is free, as rl-ckpt's plug-in has it."""
+        rooms = [each["name"] for each in self.arguments.lora_modules]
+        served = self.server.model.adapters.names
+        self.rooms = {name: room for name, room in self.rooms.items() if name in served}
+        for name in served:
+            if name not in self.rooms:
+                self.rooms[name] = next(room for room in rooms if room not in self.rooms.values())
+        self.named.write_text(json.dumps(self.rooms))
 
     async def generate(self, body):
         asked = self.asked(body)
@@ -288,11 +304,14 @@ class FakeVllm:
         if self.receiver is not None:
             await self.receiver.close()
         told = body["init_info"]
-        assert told.keys() - {"adapters"} == {"url", "timeout_s", "attest", "landed"}
+        assert told.keys() - {"adapters", "room"} == {"url", "timeout_s", "attest", "landed"}
+        self.named = Path(told["landed"], "adapters-0")
         self.landed = [Path(told["landed"], f"landed-{rank}") for rank in range(1 + len(self.ranks))]
         self.failed = Path(told["landed"], "failed-0")
         # The real one numbers them in this order.
-        assert told.get("adapters", {}) == {each["name"]: each["path"] for each in self.arguments.lora_modules}
+        assert told.get("room" if self.has_room else "adapters", {}) == {
+            each["name"]: each["path"] for each in self.arguments.lora_modules
+        }
         self.receiver = CkptReceiver(body["init_info"]["url"], timeout_s=body["init_info"]["timeout_s"])
         for rank in self.ranks:
             await rank.tell({"url": body["init_info"]["url"], "timeout_s": body["init_info"]["timeout_s"]})
@@ -314,6 +333,8 @@ class FakeVllm:
             self.failed.write_text(str(error))
         else:
             self.has_weights = True
+            if self.has_room:
+                self.report_rooms()
 
     async def finish(self, body, query):
         self.is_updating = False

@@ -8,7 +8,7 @@ import difflib
 import logging
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from rl_tinker.types import ServeConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_DOTTED = ("model_path", "model_name", "server_backend", "server_replicas", "server_tp")
+_OPTION = "server.options."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,29 +62,40 @@ def parse_config(pairs: Sequence[str]) -> ServeConfig:
     Raises:
         ConfigError: an unknown key (nearest named), a value of the wrong type, a key twice, or no `model.path`.
     """
-    names = [field.name for field in dataclasses.fields(ServeConfig)]
-    values: dict[str, str] = {}
+    names = [field.name for field in dataclasses.fields(ServeConfig) if field.name != "server_options"]
+    values: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         name = key.replace(".", "_")
         if not equals:
             raise ConfigError(f"argument {pair!r} is not key=value")
-        if name not in names:
+        is_option = key.startswith(_OPTION)
+        if not is_option and name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
             raise ConfigError(f"unknown key {key!r}; the nearest is {_spelled(near[0])!r}")
-        if name in values:
+        found, name = (options, key.removeprefix(_OPTION)) if is_option else (values, name)
+        if name in found:
             raise ConfigError(f"key {key!r} is given twice")
-        values[name] = text
+        found[name] = _json_or_text(text) if is_option else text
     if not values.get("model_path"):
         raise ConfigError("model.path must be given, as in: rl-tinker serve model.path=FOLDER")
     try:
-        return msgspec.convert(values, ServeConfig, strict=False)
+        return msgspec.convert(values | {"server_options": options}, ServeConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{' '.join(pairs)}: {error}") from error
 
 
+def _json_or_text(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
 def _spelled(name: str) -> str:
-    return name.replace("_", ".", 1) if name in _DOTTED else name
+    part, _, rest = name.partition("_")
+    return f"{part}.{rest}" if part in ("server", "model") else name
 
 
 def _print_key(name: str) -> None:
@@ -98,6 +109,9 @@ def _print_help() -> None:
     print("rl-tinker serve model.path=FOLDER [key=value ...]    serve the Tinker API")
     print("rl-tinker key NAME >> keys.toml                      make an API key\n\nkeys of serve:")
     for field in dataclasses.fields(ServeConfig):
+        if field.name == "server_options":
+            print(f"  {_OPTION}NAME=VALUE")
+            continue
         default = "needed" if field.default is dataclasses.MISSING else field.default
         print(f"  {_spelled(field.name)}={default}")
 

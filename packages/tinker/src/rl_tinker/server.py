@@ -77,6 +77,7 @@ class TinkerServer:
             vocab_size=int(facts["vocab_size"]),
             is_tied=bool(facts.get("tie_word_embeddings", False)),
             max_len=max_len,
+            max_rank=config.max_rank,
             is_full=config.is_full,
         )
         routes = [*sessions.ROUTES, *training.ROUTES, *sampling.ROUTES, *checkpoints.ROUTES]
@@ -156,9 +157,11 @@ def check_config(config: ServeConfig) -> None:
     """
     if config.host not in LOOPBACK_HOSTS and not config.keys:
         raise ConfigError(f"host={config.host} is reachable from outside; give keys=FILE, or use 127.0.0.1")
-    for name in ("ranks", "max_adapters", "server_replicas", "server_tp"):
+    for name in ("ranks", "max_adapters", "max_rank", "server_replicas", "server_tp"):
         if getattr(config, name) < 1:
-            raise ConfigError(f"{name.replace('_', '.', 1)}={getattr(config, name)} must be 1 or more")
+            raise ConfigError(f"{name.replace('server_', 'server.')}={getattr(config, name)} must be 1 or more")
+    if config.max_rank > 512:
+        raise ConfigError(f"max_rank={config.max_rank} must be at most 512, the largest rank that servers take")
     if config.training not in ("lora", "full"):
         raise ConfigError(f"training={config.training!r} must be lora or full")
     if config.dtype not in tuple(Precision):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -40,6 +40,8 @@ class ServeConfig:
     max_adapters: int = 32
     """Most adapters in the memory of the training processes, and most in that of a sampling server; the least recently
     used one makes room, and is loaded again when it is needed."""
+    max_rank: int = 256
+    """Largest rank of an adapter; vLLM reserves the memory of `max_adapters` adapters of this rank."""
     max_model_len: int = 4096
     """Longest row of training or sampling, tokens."""
     server_backend: str = "embedded"
@@ -48,6 +50,8 @@ class ServeConfig:
     """Sampling servers."""
     server_tp: int = 1
     """GPUs of each sampling server (tensor parallel)."""
+    server_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Options of the sampling servers' backend, as in `server.options.command=LINE`; values are JSON or text."""
     timeout_s: float = 1800.0
     """Longest time that one command to the training processes or to a sampling server may take, seconds."""
 

@@ -1,4 +1,7 @@
-"""LoRA adapters of an inference engine: new tensors for those it was started with, read back from their memory."""
+"""LoRA adapters of an inference engine: new tensors for those it was started with, or new adapters for its room.
+
+What the engine then holds is read back from its memory.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 
 PREFIX = "adapters."
 """Prefix of the names of an adapter's tensors in a sync: `adapters.NAME.`, then the name that peft gives it."""
+SCALING = "scaling"
+"""Name, after the prefix, of what the product of an adapter's factors is multiplied by: one number, of new adapters."""
+REMOVED = "removed"
+"""Name, after the prefix, of the only tensor of an adapter that is to be removed."""
 TENSORS_FILE = "adapter_model.safetensors"
 """File of peft in the folder of an adapter."""
 
@@ -50,37 +57,48 @@ class Adapters(ABC):
 
     Args:
         started: By adapter, the tensors that the engine was started with, under peft's names.
+        is_room: Whether these are room for adapters that syncs bring, name as they like, and remove.
     """
 
-    def __init__(self, started: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self._started = started
+    def __init__(self, started: Mapping[str, Mapping[str, Tensor]], *, is_room: bool = False) -> None:
+        self._started, self.is_room = started, is_room
+        self.slots: dict[str, str] = {} if is_room else {name: name for name in started}
+        """Adapter of `started` in whose place each served one is."""
         self.sent: dict[str, Mapping[str, Tensor]] = {}
         """Tensors installed last, by adapter, if they were sent."""
+        self._before = dict(self.slots), dict(self.sent)
+        """`slots` and `sent` before the last load."""
 
     @abstractmethod
     def install(self, adapter: str, tensors: Mapping[str, Tensor]) -> Mapping[str, list[Copy]]:
-        """Put an adapter in the place of the one before. By tensor, the copies that layers took of it.
+        """Put an adapter in the place of a started one. By tensor, the copies that layers took of it.
 
-        The tensors are valid until the next sync.
+        The tensors are valid until the next sync; `scaling` is among them where the started ones are room for others.
         """
 
     def load(self, weights: Mapping[str, Tensor]) -> HeldAdapters:
         """Serve these adapters from now on, each of them whole; returns what the engine holds of them.
 
         Raises:
-            TensorError: an adapter is unknown, or tensors of it are missing, unknown or of another shape.
+            TensorError: an adapter is unknown, tensors of it are missing, unknown or of another shape, or there is no
+                room for it.
             AttestationError: the engine took a tensor nowhere.
         """
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in weights.items():
             adapter, _, key = name.removeprefix(PREFIX).partition(".")
             found.setdefault(adapter, {})[key] = tensor
-        for adapter, tensors in found.items():
-            self._require_same(adapter, tensors)
+        self._before = dict(self.slots), dict(self.sent)
         copies: dict[str, list[Copy]] = {}
+        if self.is_room:
+            copies |= {name: [] for name in weights if name.endswith((f".{SCALING}", f".{REMOVED}"))}
+            found = self._take_slots(found)
+        else:
+            for adapter, tensors in found.items():
+                self._require_same(adapter, tensors)
         for adapter, tensors in found.items():
-            made = self.install(adapter, tensors)
-            for key in tensors:
+            made = self.install(self.slots[adapter], tensors)
+            for key in tensors.keys() - {SCALING}:
                 if not made.get(key):
                     raise AttestationError(
                         f"the engine took {key!r} of adapter {adapter!r} nowhere that it could be read back from; "
@@ -92,10 +110,38 @@ class Adapters(ABC):
         return HeldAdapters(weights, copies)
 
     def restore(self) -> None:
-        """Serve what the engine was started with again."""
+        """Serve what the engine was started with again; with room for adapters, those before the last load."""
+        if self.is_room:
+            self.slots, self.sent = self._before
+            for adapter, tensors in self.sent.items():
+                self.install(self.slots[adapter], tensors)
+            return
         for adapter, tensors in self._started.items():
             self.install(adapter, tensors)
         self.sent = {}
+
+    def _take_slots(self, found: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Free the slots of removed adapters, and give one to each new adapter; returns those to install."""
+        for adapter in [name for name, tensors in found.items() if REMOVED in tensors]:
+            if self.slots.pop(adapter, None) is None:
+                raise TensorError(f"there is no adapter {adapter!r} to remove; loaded are: {', '.join(self.slots)}")
+            self.sent.pop(adapter, None)
+            del found[adapter]
+        for adapter, tensors in found.items():
+            needed = {SCALING}
+            for one, other in ("AB", "BA"):
+                needed |= {key.replace(f".lora_{one}.", f".lora_{other}.") for key in tensors}
+            if (missing := sorted(needed - tensors.keys())) or len(tensors) == 1:
+                raise TensorError(f"adapter {adapter!r} came without {missing[0] if missing else 'factors'!r}")
+            if adapter not in self.slots:
+                free = next((name for name in self._started if name not in self.slots.values()), None)
+                if free is None:
+                    raise TensorError(
+                        f"adapter {adapter!r} came, and there is room for {len(self._started)}; remove one of "
+                        f"{', '.join(self.slots)} in the same sync"
+                    )
+                self.slots[adapter] = free
+        return found
 
     def _require_same(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         known = self._started.get(adapter)

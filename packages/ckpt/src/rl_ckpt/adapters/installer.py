@@ -197,6 +197,10 @@ class Installer:
             self._forward = None
             self._suspects = set()
 
+    def forget(self) -> None:
+        """Keep no copy of what is installed, since the loader has its own: the next sync is as a session's first."""
+        self._staging, self._is_fresh = Staging(), True
+
     def _require_version(self, receiver: rl_ckpt.WeightReceiver | ShardedReceiver, version: int | None) -> None:
         if version not in {None, receiver.version}:
             raise VersionError(f"version {receiver.version} came, and {version} was asked for")

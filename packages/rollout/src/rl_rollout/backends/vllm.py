@@ -28,6 +28,7 @@ from rl_rollout.backends.external.external_server import ExternalServer
 from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
+    Adapter,
     check_arguments,
     find_preparer,
     has_vision,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_rollout.backends.external.calls import Flight
-    from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig, ServerParallel
@@ -58,6 +58,8 @@ OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m vllm.entrypoints.openai.api_server",
     **COMMON_OPTIONS,
     **ADAPTER_OPTIONS,
+    "max_adapters": "LoRA adapters at once, all of which weight updates bring and remove; in place of `adapters`",
+    "max_rank": "largest rank of these, which their memory is reserved for; default 64",
 }
 
 GENERATE = "/inference/v1/generate"
@@ -120,6 +122,7 @@ class VllmServer(ExternalServer):
         self._wakes_cache = False
         self._folder = tempfile.mkdtemp(prefix="rl-rollout-")
         self._socket = f"{self._folder}/vllm"
+        self._room = make_room(config.options, Path(self._folder))
         self._sessions: set[str] = set()
         self._has_begun = False
         """Whether vLLM awaits the end of an update."""
@@ -139,7 +142,7 @@ class VllmServer(ExternalServer):
             updates_weights=not is_quantised(self.arguments, self.model_config),
             sleep_levels=(1, 2) if SLEEP_ARGUMENT in self.arguments else (),
             gives_routed_experts=ROUTED_ARGUMENT in self.arguments,
-            has_adapters=bool(self.adapters),
+            has_adapters=bool(self.adapters or self._room),
             updates_adapters=self.config.parallel.pp == 1,
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
@@ -193,7 +196,8 @@ class VllmServer(ExternalServer):
             # Where there is a vision tower, vLLM needs the tokenizer at start, to try it with placeholders of its own.
             *(VISION_ARGUMENTS if self._has_vision else ()),
             *(() if self._has_tokenizer else ("--skip-tokenizer-init",)),
-            *(*self._layout, *memory, *lora_arguments(list(self.adapters.values())), *self.arguments),
+            *(*self._layout, *memory, *lora_arguments([*self._room.values()] or [*self.adapters.values()])),
+            *self.arguments,
         ]
 
     async def after_start(self) -> None:
@@ -217,7 +221,7 @@ class VllmServer(ExternalServer):
             )
         body: dict[str, Any] = {
             "request_id": flight.upstream_id,
-            "model": request.adapter or self.model_name,
+            "model": self.adapters[request.adapter].name if request.adapter else self.model_name,
             "token_ids": request.prompt_token_ids,
             "sampling_params": {
                 "max_tokens": self.limits.max_new_tokens(request),
@@ -287,7 +291,9 @@ class VllmServer(ExternalServer):
             is_attested = address.startswith(SLICES) or not self._is_spread
             info: dict[str, Any] = {"url": address, "timeout_s": self.config.timeout_s, "attest": is_attested}
             info["landed"] = self._folder
-            if self.adapters and self.capabilities.updates_adapters:
+            if self._room:
+                info["room"] = {adapter.name: adapter.folder for adapter in self._room.values()}
+            elif self.adapters and self.capabilities.updates_adapters:
                 info["adapters"] = {adapter.name: adapter.folder for adapter in self.adapters.values()}
             await self.upstream.command("/init_weight_transfer_engine", {"init_info": info})
             self._sessions = {address}  # a new session takes the place of the one before
@@ -299,6 +305,8 @@ class VllmServer(ExternalServer):
         if told := [file.read_text() for file in failures if file.exists()]:
             await self.upstream.command("/finish_weight_update")  # of no version: another may begin
             raise GenerationError("; ".join(dict.fromkeys(told)))  # one rank's is the cause of the others'
+        if self._room:
+            self.adapters = served_adapters(Path(self._folder, "adapters-0"), self._room)
         try:
             await self.upstream.command("/finish_weight_update", {"weight_version": str(version)})
             await self.upstream.command("/reset_prefix_cache", reset_running_requests="true")
@@ -338,6 +346,37 @@ def layout_arguments(layout: ServerParallel) -> list[str]:
     sizes |= {"--data-parallel-size": layout.dp}
     told = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
     return [*told, *(["--enable-expert-parallel"] if layout.ep > 1 else [])]
+
+
+def make_room(options: Mapping[str, Any], folder: Path) -> dict[str, Adapter]:
+    """Adapters without effect, whose places in vLLM weight updates give to others; none without `max_adapters`.
+
+    vLLM loads no adapter without tensors: these have a pair for a layer that no model has.
+
+    Raises:
+        ConfigError: an option has no positive number, or adapters are named too.
+    """
+    numbers = options.get("max_adapters", 0), options.get("max_rank", 64)
+    if any(not isinstance(each, int) for each in numbers) or numbers[0] < 0 or numbers[1] < 1:
+        raise ConfigError(f"options max_adapters={numbers[0]!r}, max_rank={numbers[1]!r} must be positive numbers")
+    if not numbers[0]:
+        return {}
+    if options.get("adapters"):
+        raise ConfigError("options adapters and max_adapters exclude each other: give one, and send the adapters")
+    import torch
+    from safetensors.torch import save_file
+
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    pair = {f"base_model.model.room.o_proj.lora_{each}.weight": torch.zeros(1, 1) for each in "AB"}
+    save_file(pair, folder / "adapter_model.safetensors")
+    names = [f"room-{number}" for number in range(1, numbers[0] + 1)]
+    return {name: Adapter(name, str(folder), numbers[1], config) for name in names}
+
+
+def served_adapters(file: Path, room: Mapping[str, Adapter]) -> dict[str, Adapter]:
+    """Adapters by the names that updates gave them, each as the room that it is in; a worker writes the file."""
+    return {name: room[each] for name, each in json.loads(file.read_text()).items()} if file.exists() else {}
 
 
 def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:

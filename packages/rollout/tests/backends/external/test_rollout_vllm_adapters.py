@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapters_alone import check_adapter_alone, check_slices_under_an_adapter, copy_of
+from adapters_alone import (
+    check_adapter_alone,
+    check_adapters_come_and_go,
+    check_slices_under_an_adapter,
+    copy_of,
+)
 from rollout_servers import alone, fake_vllm_config, real_model, real_vllm, real_vllm_config, serve
 
 from rl_rollout import (
@@ -57,6 +62,12 @@ class WithAdapters:
     def test_an_adapter_alone_is_replaced_and_nothing_else(self, folder, adapters, tmp_path):
         folders = {name: path for name, (path, _) in adapters.items()}
         check_adapter_alone("vllm", self.config(folder, folders), adapters, tmp_path)
+
+    def test_adapters_come_and_go_by_updates(self, folder, adapters):
+        """Two at once, of ranks that they bring; a third in the place of one that is removed in the same update."""
+        config = self.config(folder, {})
+        config = replace(config, options={**config.options, "adapters": {}, "max_adapters": 2, "max_rank": 8})
+        check_adapters_come_and_go("vllm", config, adapters)
 
     @pytest.mark.slow
     def test_slices_go_under_an_adapter_that_was_sent_alone(self, folder, adapters, tmp_path):
@@ -135,3 +146,10 @@ def test_an_unservable_adapter_is_reported_before_the_start(qwen3_folder, tmp_pa
         create_server("vllm", replace(fake_vllm_config(qwen3_folder), options={"default_adapter": "yours"}))
     with pytest.raises(ConfigError, match="adapter 'mine' has rank 513; vLLM takes at most 512"):
         start(peft_type="LORA", r=513)
+    for options, told in (
+        ({"max_adapters": 1.5}, "max_adapters=1.5, max_rank=64 must be positive numbers"),
+        ({"max_adapters": 1, "max_rank": 0}, "max_rank=0 must be positive"),
+        ({"max_adapters": 1, "adapters": {"mine": str(tmp_path)}}, "adapters and max_adapters exclude each other"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            create_server("vllm", replace(fake_vllm_config(qwen3_folder), options=options))

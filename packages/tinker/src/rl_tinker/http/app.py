@@ -58,6 +58,7 @@ class Service:
     """Whether its output layer is its embedding, which no adapter goes on."""
     max_len: int
     """Longest row, tokens."""
+    max_rank: int
     is_full: bool
     """Whether all weights are trained."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 POLL_S = 20.0
 """Seconds that a poll of a future waits; clients give up on a poll after 45."""
-MAX_RANK = 256
 _GIB = 2**30
 
 
@@ -42,8 +41,8 @@ def _adapter(call: Call, lora: api.Lora | None) -> AdapterSpec | None:
     _check_kind(call, is_full=is_full)
     if lora is None or is_full:
         return None
-    if not 1 <= lora.rank <= MAX_RANK:
-        raise RequestError(f"lora_config.rank={lora.rank} must be from 1 to {MAX_RANK}")
+    if not 1 <= lora.rank <= call.service.max_rank:
+        raise RequestError(f"lora_config.rank={lora.rank} must be from 1 to max_rank={call.service.max_rank}")
     train_unembed = lora.train_unembed and not is_tied
     if not (lora.train_attn or lora.train_mlp or train_unembed):
         tied = "; the output layer of this model is its embedding" if is_tied else ""

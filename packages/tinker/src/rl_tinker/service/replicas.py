@@ -45,18 +45,20 @@ def check_replicas(config: ServeConfig, model_folder: str) -> None:
     except RolloutError as error:
         raise ConfigError(
             f"server.backend={config.server_backend}, server.tp={config.server_tp}: {error}. Sampling needs a server "
-            "that adds adapters while it runs, as embedded does."
+            "that adds adapters while it runs, as embedded and vllm do."
         ) from error
 
 
 def _replica(config: ServeConfig, model_folder: str) -> RolloutServer:
+    room = {} if config.is_full else {"max_adapters": config.max_adapters, "max_rank": config.max_rank}
+    known = load_backend(config.server_backend).OPTIONS
     found = ServerConfig(
         model_path=model_folder,
         max_model_len=config.max_model_len,
         timeout_s=config.timeout_s,
         dtype=config.dtype,
         parallel=ServerParallel(tp=config.server_tp),
-        options={} if config.is_full else {"max_adapters": config.max_adapters},
+        options={name: value for name, value in room.items() if name in known} | config.server_options,
     )
     return launch_server(config.server_backend, found)
 
@@ -212,7 +214,9 @@ class Replicas:
         router = self._running()
         self._version += 1
         sending = asyncio.create_task(
-            self._sender.send_weights(weights.items(), version=self._version, num_peers=len(router.servers))
+            self._sender.send_weights(
+                weights.items(), version=self._version, num_peers=len(router.servers) * self._config.server_tp
+            )
         )
         try:
             await router.update_weights(self._receiver, self._version)

@@ -4,6 +4,7 @@
 # vLLM is never in the environment that this is checked in.
 from __future__ import annotations
 
+import json
 import logging
 import math
 from contextlib import contextmanager
@@ -66,6 +67,10 @@ class InitInfo(WeightTransferInitInfo):
     adapters: dict[str, str] | None = None
     """Name to folder of each LoRA adapter of the server, in the order of `--lora-modules`: syncs may bring their
     tensors alone, named `adapters.NAME.` and as in the folder."""
+    room: dict[str, str] | None = None
+    """In place of `adapters`, name to folder of adapters without effect: each is room for one that a sync brings, with
+    `adapters.NAME.scaling`, under any name and of any rank, and removes by `adapters.NAME.removed`. After a sync every
+    worker writes in which room each adapter is to `adapters-RANK` in the folder `landed`, as JSON."""
 
 
 @dataclass
@@ -95,6 +100,8 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """File that reports that all has landed."""
     _failed: Path | None = None
     """File that reports why a sync has failed."""
+    _named: Path | None = None
+    """File that reports which adapters are served."""
     _attests = True
     _packed: list[Any] | None = None
     """Layers that may compute with a packed copy of their weight, on a CPU; None before the first load."""
@@ -104,25 +111,27 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel, url = self.parallel_config, init_info.url
         is_whole = not url.startswith(SCHEME) and Addresses.from_json(url) is None
         is_spread = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
-        if init_info.adapters and parallel.pipeline_parallel_size > 1:
+        adapters = init_info.adapters or init_info.room
+        if adapters and parallel.pipeline_parallel_size > 1:
             raise UsageError(
                 "adapters cannot be sent alone to a server of several pipeline stages, none of which has all of their "
                 "layers; send them merged into the weights"
             )
-        if is_whole and is_spread and init_info.attest and not init_info.adapters:
+        if is_whole and is_spread and init_info.attest and not adapters:
             raise UsageError(
                 "attest is true, and this server spreads whole tensors over its workers (pipeline or expert "
                 "parallelism), so that none of them can attest all; send slices, or pass attest=false in init_info"
             )
         if self._installer is None:
             self._installer = Installer(self.model, load=self._load, restore=self._restore)
-        if init_info.adapters and self._adapters is None:
-            self._adapters = VllmAdapters(self.model, init_info.adapters)
+        if adapters and self._adapters is None:
+            self._adapters = VllmAdapters(self.model, adapters, is_room=init_info.adapters is None)
         self._attests = init_info.attest
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._landed = self._failed = None
+        self._landed = self._failed = self._named = None
         if init_info.landed is not None:
-            self._landed, self._failed = (Path(init_info.landed, f"{what}-{rank}") for what in ("landed", "failed"))
+            names = ("landed", "failed", "adapters")
+            self._landed, self._failed, self._named = (Path(init_info.landed, f"{what}-{rank}") for what in names)
         if url.startswith(SCHEME):
             self._installer.tell_layout(url, rank, self._load_dry)
         else:
@@ -140,7 +149,12 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 names a folder.
         """
         try:
-            self._require_session().take(update_info.version, is_partial=update_info.partial)
+            installer = self._require_session()
+            installer.take(update_info.version, is_partial=update_info.partial)
+            if self._brings_adapters and self._adapters is not None and self._adapters.is_room:
+                installer.forget()
+                if self._named is not None:
+                    self._named.write_text(json.dumps(self._adapters.slots))
         except Exception as error:
             if self._failed is None:
                 raise

@@ -16,9 +16,9 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from rl_ckpt.adapters.engine_lora import PREFIX, TENSORS_FILE, Adapters, Copy, CopyRecorder, pointer
+from rl_ckpt.adapters.engine_lora import PREFIX, SCALING, TENSORS_FILE, Adapters, Copy, CopyRecorder, pointer
 from rl_ckpt.adapters.load_recorder import Layout
-from rl_ckpt.errors import UsageError
+from rl_ckpt.errors import TensorError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,13 +33,15 @@ class VllmAdapters(Adapters):
         model: Whose layers vLLM has wrapped.
         folders: Of every adapter that the server was started with, in the order of `--lora-modules`, by which vLLM
             numbers them.
+        is_room: Whether they are room for adapters that syncs bring, of any rank up to `--max-lora-rank`.
 
     Raises:
         UsageError: the server was started without adapters, or with others.
     """
 
-    def __init__(self, model: nn.Module, folders: Mapping[str, str]) -> None:
-        super().__init__({name: load_file(Path(folder) / TENSORS_FILE) for name, folder in folders.items()})
+    def __init__(self, model: nn.Module, folders: Mapping[str, str], *, is_room: bool = False) -> None:
+        started = {name: load_file(Path(folder) / TENSORS_FILE) for name, folder in folders.items()}
+        super().__init__(started, is_room=is_room)
         self._manager: Any = getattr(model, "lora_manager", None)
         if self._manager is None:
             raise UsageError("an adapter would be sent to a vLLM without adapters; start it with --enable-lora")
@@ -58,10 +60,18 @@ class VllmAdapters(Adapters):
         """See `Adapters`."""
         manager, number = self._manager, self._numbers[adapter]
         dtype = manager.lora_config.lora_dtype
-        peft = PEFTHelper.from_local_dir(self._folders[adapter], None)
+        factors = {key: tensor for key, tensor in tensors.items() if key != SCALING}
+        if self.is_room:
+            rank = max(len(tensor) for key, tensor in factors.items() if ".lora_A." in key)
+            if rank > manager.lora_config.max_lora_rank:
+                most = manager.lora_config.max_lora_rank
+                raise TensorError(f"an adapter of rank {rank} came; this vLLM was started with --max-lora-rank {most}")
+            peft = PEFTHelper(r=rank, lora_alpha=tensors[SCALING].item() * rank, target_modules=[])
+        else:
+            peft = PEFTHelper.from_local_dir(self._folders[adapter], None)
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
         mapper = None if mapper is None else mapper.get_rename_mapper()
-        mine = {key: tensor.to(dtype, copy=True) for key, tensor in tensors.items()}  # vLLM scales B in place
+        mine = {key: tensor.to(dtype, copy=True) for key, tensor in factors.items()}  # vLLM scales B in place
         lora = LoRAModel.from_lora_tensors(
             number,
             mine,
