@@ -82,7 +82,7 @@ def gate():
 @pytest.fixture
 def server(tiny_model, tmp_path, gate):
     keys = tmp_path / "keys.toml"
-    quotas = "max_pending = 4\nmax_pending_mib = 0.001\n"
+    quotas = "max_pending = 4\nmax_samplers = 3\nmax_pending_mib = 0.001\n"
     keys.write_text(
         f"[[tenant]]\nname = 'alice'\nkey_sha256 = '{key_digest(KEY)}'\n{quotas}"
         f"[[tenant]]\nname = 'bob'\nkey_sha256 = '{key_digest(OTHER)}'\n"
@@ -181,6 +181,28 @@ def test_sessions_are_bounded(server):
     client = Client(server)
     assert [client.post("/create_session", {})[0] for _ in range(4)] == [200, 200, 200, 429]
     assert Client(server, OTHER).session
+
+
+def test_sampling_sessions_are_bounded(server):
+    client = Client(server)
+    made = {"session_id": client.session, "base_model": "tiny"}
+
+    def create(number, session=client.session):
+        return client.post(
+            "/create_sampling_session", made | {"session_id": session, "sampling_session_seq_id": number}
+        )
+
+    assert [create(number)[0] for number in (0, 1, 2, 0)] == [200] * 4  # the last is a retry
+    status, answer = create(3)
+    assert (status, "3 sampling sessions; its quota is 3" in answer["error"]) == (429, True)
+    assert client.headers["Retry-After"] == "1"
+    model = client.ended(client.create())["model_id"]
+    save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 4}
+    assert client.post("/save_weights_for_sampler", save)[0] == 429
+    other = client.post("/create_session", {})[1]["session_id"]
+    assert create(0, other)[0] == 429
+    assert client.post(f"/sessions/{client.session}/finish", {})[0] == 204
+    assert create(0, other)[0] == 200
 
 
 def test_results_of_samples_are_bounded(server):

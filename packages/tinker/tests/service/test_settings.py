@@ -32,7 +32,7 @@ def test_what_cannot_serve_is_refused_by_its_key(folder, tmp_path, settings, tol
         check_config(ServeConfig(**{"model_path": folder, "output_dir": str(tmp_path)} | settings))
 
 
-def test_arguments_are_keys_of_the_server_and_options_of_its_sampler():
+def test_arguments_are_keys_and_options_of_the_sampler():
     given = ["model.path=m", "server.backend=vllm", "port=0", "server.options.command=a b", 'server.options.x={"y": 1}']
     wanted = {"command": "a b", "x": {"y": 1}}
     assert parse_config(given) == ServeConfig(model_path="m", server_backend="vllm", port=0, server_options=wanted)

@@ -143,6 +143,17 @@ class Call:
                 f"optim_step has used; its quota is {tenant.max_pending_mib} MiB"
             )
 
+    def check_samplers(self) -> None:
+        """Check the quota of sampling sessions, before one more is made; raises QuotaError."""
+        store, tenant = self.service.store, self.tenant
+        own = (each for each in store.samplers.values() if each.tenant == tenant.name)
+        live = sum(not store.sessions[each.session].finished for each in own)
+        if live >= tenant.max_samplers:
+            raise QuotaError(
+                f"{tenant.name} has {live} sampling sessions; its quota is {tenant.max_samplers}. They end with their "
+                "session: finish one"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:

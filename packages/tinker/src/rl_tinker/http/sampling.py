@@ -23,6 +23,8 @@ async def create(call: Call) -> Any:
         tenant=call.tenant.name,
         checkpoint=_checkpoint(call, request),
     )
+    if sampler.id not in store.samplers:
+        call.check_samplers()
     await store.put(sampler)
     return {"sampling_session_id": sampler.id, "type": "create_sampling_session"}
 

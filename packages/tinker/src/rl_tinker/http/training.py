@@ -144,12 +144,15 @@ async def save(kind: Kind, call: Call) -> Any:
         api.check_name(request.path)
     elif kind == Kind.SAVE_EXTERNAL:
         raise RequestError("save_weights_external needs a path, the name of the checkpoint")
-    used = sum(each.size_bytes for each in store.checkpoints.values() if each.tenant == tenant.name)
-    if used >= tenant.max_checkpoint_gib * _GIB:
-        raise RequestError(
-            f"{tenant.name} has {used / _GIB:.1f} GiB of checkpoints, and its quota is {tenant.max_checkpoint_gib} "
-            "GiB; delete some"
-        )
+    if f"{request.model_id}:{request.seq_id}" not in store.operations:  # else it is a retry
+        if kind == Kind.SAVE_FOR_SAMPLER and request.path is None:
+            call.check_samplers()
+        used = sum(each.size_bytes for each in store.checkpoints.values() if each.tenant == tenant.name)
+        if used >= tenant.max_checkpoint_gib * _GIB:
+            raise RequestError(
+                f"{tenant.name} has {used / _GIB:.1f} GiB of checkpoints, and its quota is "
+                f"{tenant.max_checkpoint_gib} GiB; delete some"
+            )
     return await _submit(call, store.model(tenant, request.model_id), request.seq_id, kind)
 
 

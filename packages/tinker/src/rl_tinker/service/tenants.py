@@ -31,6 +31,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_pending: Count = 4096
     """Most requests that wait or run, each sequence of a sample counted; further ones are answered with 429, and
     clients send them again. Also most sessions at a time, and most results of samples that stay for a while."""
+    max_samplers: Count = 16384
+    """Most sampling sessions of sessions that last."""
     max_pending_mib: Size = 2048.0
     """Most MiB of requests that wait or run, or whose gradient no step has used yet."""
     max_checkpoint_gib: Size = 1000.0
