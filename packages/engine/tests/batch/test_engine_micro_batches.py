@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +18,20 @@ from rl_engine.batch.micro_batches import (
     plan_rows,
 )
 from rl_engine.batch.plan import ModelReplicas, assign_rows
+from rl_engine.batch.prefix_tree import PrefixTree, unshared
 
 
 def apart(values):
     """Rows that have nothing in common."""
-    return Load(alone=values, prompt=[0] * len(values), groups=range(len(values)))
+    return Load(alone=values, prefix=lambda _, depth: depth, tree=unshared(len(values)))
+
+
+def of_prompts(values, prompts, groups):
+    """Rows of one group share their prompt."""
+    order = sorted(range(len(values)), key=groups.__getitem__)
+    rank = [order.index(row) for row in range(len(values))]
+    depths = [prompts[one] if groups[one] == groups[other] else 0 for one, other in pairwise(order)]
+    return Load(alone=values, prefix=lambda _, depth: depth, tree=PrefixTree(rank=rank, depths=depths, groups=groups))
 
 
 def both_ways(work_items):
@@ -58,7 +69,7 @@ def test_what_fits_in_no_micro_batch_is_named():
         check_budget(apart([3, 11]), [[0], [1]], 10)
     with pytest.raises(BatchError, match="Rows 0, 2 share a pair_id and have 12 tokens; max_tokens_per_gpu is 10"):
         check_budget(apart([6, 1, 6]), [[0, 2], [1]], 10)
-    check_budget(Load(alone=[6, 1, 6], prompt=[2, 1, 2], groups=[0, 1, 0]), [[0, 2], [1]], 10)
+    check_budget(of_prompts([6, 1, 6], [2, 1, 2], [0, 1, 0]), [[0, 2], [1]], 10)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 120), st.integers(0, 20))
@@ -109,7 +120,7 @@ def test_pairs_stay_together_and_copy_ranks_share_their_rows():
 
 
 def test_rows_of_one_prompt_take_it_once():
-    tokens = Load(alone=[7, 9, 8, 4], prompt=[5, 5, 5, 2], groups=[0, 0, 0, 1])
+    tokens = of_prompts([7, 9, 8, 4], [5, 5, 5, 2], [0, 0, 0, 1])
     assert tokens.of([0, 1, 2, 3]) == 7 + 4 + 3 + 4
     assert tokens.of([3, 1]) == 13
     assert bundle(tokens, [[0], [1], [2], [3]], 14) == [[[0], [1], [2]], [[3]]]
@@ -128,7 +139,7 @@ def test_no_micro_batch_has_more_unique_tokens_than_the_budget(data):
     groups = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=40))
     own = data.draw(st.lists(st.integers(1, 10), min_size=len(groups), max_size=len(groups)))
     lengths = [prompts[group] + more for group, more in zip(groups, own, strict=True)]
-    tokens = Load(alone=lengths, prompt=[prompts[group] for group in groups], groups=groups)
+    tokens = of_prompts(lengths, [prompts[group] for group in groups], groups)
     cut = data.draw(st.sets(st.integers(0, len(groups))).map(sorted))
     units = [list(range(first, last)) for first, last in zip([0, *cut], [*cut, len(groups)], strict=True)]
     units = [unit for unit in units if unit]
@@ -142,7 +153,7 @@ def test_no_micro_batch_has_more_unique_tokens_than_the_budget(data):
 
 def test_a_group_is_split_only_if_it_gains_more_than_its_prompt():
     alone = ModelReplicas(replica_of=(0, 1), leaders=(0, 1))
-    group = Load(alone=[30.0] * 4, prompt=[20.0] * 4, groups=[0] * 4)
+    group = of_prompts([30.0] * 4, [20.0] * 4, [0] * 4)
     fine = [(30.0, [row]) for row in range(4)]
     assignment = assign_rows(alone, [([(group.of(range(4)), [0, 1, 2, 3])], fine), both_ways([])])
     assert assignment is None  # 60 here, and twice 60 if each row brought its prompt along

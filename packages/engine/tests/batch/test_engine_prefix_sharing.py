@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
 from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ParallelConfig, check, create_engine
+from rl_engine.batch import prefix_tree
 from rl_engine.batch.packed import repeats, take_rows
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.layers import packed_attention as attention
@@ -46,15 +47,15 @@ def packed_of(prompts, completions, *, shares_prefixes=True, device=CPU):
 def test_what_is_fed_and_looked_at():
     packed = packed_of([[5, 6], [7, 8, 9], [5, 6], [5], [5, 6]], [[1, 2, 3], [4, 5], [6], [7, 8], [9, 1]])
     shared = packed.shared
-    # the longest beginnings first: 7 8 9 4 is a row by itself, 5 6 is shared, 5 7 begins as it does and is not the same
-    assert packed.token_ids.tolist() == [7, 8, 9, 4, 5, 6, 5, 7, 1, 2, 9]
-    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 2]
-    assert shared.lengths == (4, 2, 2, 2, 1)
-    assert shared.before == (0, 0, 0, 2, 2)
-    assert shared.keys.index.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 8, 9, 4, 5, 10]
+    # 7 8 9 4 is a row by itself, 5 is shared by all others, 6 behind it by three; the most tokens in front come first
+    assert packed.token_ids.tolist() == [7, 8, 9, 4, 5, 1, 2, 9, 7, 6]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 2, 3, 2, 1, 1]
+    assert shared.lengths == (4, 1, 2, 1, 1, 1)
+    assert shared.before == (0, 0, 2, 2, 1, 1)
+    assert shared.keys.index.tolist() == [0, 1, 2, 3, 4, 4, 9, 5, 6, 4, 9, 7, 4, 8, 4, 9]
     assert packed.labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]
-    assert packed.score_index.tolist() == [5, 8, 9, 2, 3, 5, 6, 7, 5, 10]
-    assert packed.num_valid == 11
+    assert packed.score_index.tolist() == [9, 5, 6, 2, 3, 9, 4, 8, 9, 7]
+    assert packed.num_valid == 10
 
 
 def test_rows_without_a_prompt_in_common_are_left_as_they_are():
@@ -201,8 +202,9 @@ def built(path, **changes):
 @pytest.mark.process
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("head", [Head.LM, Head.REWARD])
-def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, head, seeds):
-    """Groups, prompts that begin like others, budgets and orders drawn at random; the oracle is transformers' own."""
+def test_every_loss_has_the_gradient_of_rows_one_at_a_time(folders, monkeypatch, head, seeds):
+    """Groups, trees of completions, budgets and orders drawn at random; the oracle is transformers' own."""
+    monkeypatch.setattr(prefix_tree, "MIN_APART", 1)
     is_judge = head == Head.REWARD
     config = EngineConfig(
         model_path=str(folders / ("judge" if is_judge else "policy")),
@@ -290,7 +292,11 @@ def test_nothing_depends_on_it(folders, way, budget):
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_many_copies_of_keys_are_not_kept(folders, monkeypatch, is_recomputed):
     """Attention is computed again instead, with the same gradient; and again where whole layers are recomputed."""
-    batch, seen, attend = ragged_batch([[5, 6, 7, 8] * 10] * 12, [[9, 1, 2]] * 12), [], attention.attend
+    batch, seen, attend = (
+        ragged_batch([[5, 6, 7, 8] * 10] * 12, [[9 + row, 1, 2] for row in range(12)]),
+        [],
+        attention.attend,
+    )
     for prefix_sharing in (True, False):
         engine = built(folders / "qwen3", prefix_sharing=prefix_sharing, activation_checkpointing=is_recomputed)
         calls = []
@@ -310,7 +316,7 @@ def value_loss(output, rows):
 
 @pytest.mark.process
 def test_a_budget_counts_a_shared_prompt_once(folders):
-    batch = ragged_batch([[5] * 100] * 8, [[6] * 10] * 8)
+    batch = ragged_batch([[5] * 100] * 8, [[6 + row] * 10 for row in range(8)])
     seen = {}
     for prefix_sharing, budget in ((True, 180), (True, 179), (False, 180)):
         engine = built(folders / "qwen3", prefix_sharing=prefix_sharing, max_tokens_per_gpu=budget)

@@ -221,7 +221,7 @@ def test_a_pair_over_the_budget_is_named(model):
     batch["pair_id"] = torch.tensor([0, 1, 1])
     with pytest.raises(BatchError, match=r"Rows 1, 2 share a pair_id and have 12 tokens; max_tokens_per_gpu is 10"):
         engine.forward_backward_batch(batch, None)
-    alike = ragged_batch([[1], [1] * 3, [1] * 3], [[2], [2] * 3, [2] * 3])
+    alike = ragged_batch([[5], [1] * 3, [1] * 3], [[2], [2] * 3, [4] * 3])
     alike["pair_id"] = batch["pair_id"]
     assert engine.forward_backward_batch(alike, None).num_micro_batches == 2  # of 9 tokens and of 2
     engine.close()

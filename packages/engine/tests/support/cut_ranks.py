@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_engine import EngineConfig, Head, OptimizerConfig, ParallelConfig, create_engine
+from rl_engine.batch import prefix_tree
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.losses import row_mean, row_sum, token_mean, token_values
 from rl_engine.testing import ragged_batch
@@ -84,7 +85,10 @@ def draw_batch(seed):
     num_rows = 2 * draw.randint(1, 5)
     pool = [tokens(1, 9) for _ in range(draw.randint(1, 4))]
     pool.append(pool[0][: draw.randint(1, len(pool[0]))])  # one prompt begins as another does, or is the same
-    prompts, completions = [draw.choice(pool) for _ in range(num_rows)], [tokens(1, 7) for _ in range(num_rows)]
+    stems = [[], tokens(1, 2)]
+    stems.append(stems[1] + tokens(1, 2))  # completions branch behind each of these, once or twice
+    prompts = [draw.choice(pool) for _ in range(num_rows)]
+    completions = [draw.choice(stems) + tokens(1, 3) for _ in range(num_rows)]
     _, columns = cuts.columns_of([len(row) for row in completions], seed)
     columns["candidate_token_ids"] = [torch.tensor([draw.sample(range(VOCAB), 3) for _ in row]) for row in completions]
     return prompts, completions, columns
@@ -137,6 +141,7 @@ def reference(folder, seed, name):
 
 def main(folder, first_seed, num_seeds):
     torch.set_num_threads(1)
+    prefix_tree.MIN_APART = 1  # rows are short
     frozen = EngineConfig(model_path=str(folder / "policy"), optimizer=None, timeout_s=120.0)
     holder = create_engine("fsdp", frozen)  # makes the process group; the others join it
     holder.initialize()

@@ -456,7 +456,7 @@ def _check_sequence(scorer: HuggingFaceScorer, sp: int) -> None:
 
 
 def _sharing_obstacle(scorer: HuggingFaceScorer, config: EngineConfig) -> str | None:
-    """Why two rows with the same prompt cannot have its tokens computed once, or None."""
+    """Why tokens that two rows begin with in common cannot be computed once, or None."""
     name = type(scorer.model).__name__
     if config.parallel.sp > 1:
         return f"parallel.sp is {config.parallel.sp}, which cuts rows over ranks"

@@ -1,7 +1,7 @@
 """Planning of micro-batches and load balance over ranks. Pure: knows lengths and costs, not tensors.
 
-A *unit* is rows that must stay side by side (a pair), or one row. Rows of one prompt are kept together too, where they
-share it and a micro-batch has room.
+A *unit* is rows that must stay together (a pair), or one row. Rows that share tokens are kept together too, where a
+micro-batch has room.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rl_engine.batch.prefix_tree import PrefixTree
 
 Item = TypeVar("Item")
 
@@ -25,23 +27,19 @@ WORTH_MOVING = 0.95  # of the fullest rank's cost; rows stay where they are for 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load of rows, in tokens or work; adjacent rows of one prompt have the prompt's load once."""
+    """Load of rows, in tokens or work; rows that begin with the same tokens have their load once."""
 
     alone: Sequence[float]
     """Load of each row by itself."""
-    prompt: Sequence[float]
-    """Share of it, for each row, that other rows of the same prompt do not add again."""
-    groups: Sequence[int]
-    """Number of each row's prompt."""
+    prefix: Callable[[int, int], float]
+    """Load of the first tokens of a row, by the row and how many they are."""
+    tree: PrefixTree
+    """What rows share."""
 
     def of(self, rows: Sequence[int]) -> float:
-        """Adjacent rows."""
-        seen: set[int] = set()
-        total = 0.0
-        for row in rows:
-            total += self.alone[row] - (self.prompt[row] if self.groups[row] in seen else 0)
-            seen.add(self.groups[row])
-        return total
+        """Load of rows of one micro-batch."""
+        shared = ((row, self.tree.common(row, other)) for row, other in pairwise(self.tree.ordered(rows)))
+        return sum(self.alone[row] for row in rows) - sum(self.prefix(row, depth) for row, depth in shared if depth)
 
 
 def check_budget(tokens: Load, units: Sequence[Sequence[int]], max_tokens: int) -> None:
@@ -84,19 +82,39 @@ def plan_rows(
 
 
 def bundle(tokens: Load, units: Sequence[Sequence[int]], max_tokens: int) -> list[list[Sequence[int]]]:
-    """Units of one prompt together; in several bundles where they have more than `max_tokens`."""
+    """Units that share tokens together; in several bundles where they have more than `max_tokens`."""
+    tree = tokens.tree
     together: dict[int, list[Sequence[int]]] = {}
     for unit in units:
-        together.setdefault(tokens.groups[unit[0]], []).append(unit)
+        together.setdefault(tree.groups[unit[0]], []).append(unit)
     bundles: list[list[Sequence[int]]] = []
     for alike in together.values():
         if tokens.of([row for unit in alike for row in unit]) <= max_tokens:
             bundles.append(alike)
             continue
-        prompt = int(tokens.prompt[alike[0][0]])
-        sizes = [int(tokens.of(unit)) - prompt for unit in alike]
-        bundles += [[alike[index] for index in part] for part in plan_micro_batches(sizes, max_tokens - prompt)]
+        order = sorted(alike, key=lambda unit: tree.rank[unit[0]])
+        depths = [tree.common(one[0], other[0]) for one, other in pairwise(order)]
+        prompt = int(tokens.prefix(order[0][0], min(depths)))
+        parts = [[unit] for unit in alike]
+        if len({*depths}) > 1:  # neighbours share more than all do
+            parts = _fill_in_order(tokens, order, max_tokens)
+        sizes = [int(tokens.of([row for unit in part for row in unit])) - prompt for part in parts]
+        plans = plan_micro_batches(sizes, max_tokens - prompt)
+        bundles += [[unit for index in plan for unit in parts[index]] for plan in plans]
     return bundles
+
+
+def _fill_in_order(tokens: Load, units: Sequence[Sequence[int]], max_tokens: int) -> list[list[Sequence[int]]]:
+    """Neighbouring units in as few parts as they fit into one after the other."""
+    parts: list[list[Sequence[int]]] = []
+    rows: list[int] = []
+    for unit in units:
+        if not parts or tokens.of([*rows, *unit]) > max_tokens:
+            parts.append([])
+            rows = []
+        parts[-1].append(unit)
+        rows += unit
+    return parts
 
 
 def plan_micro_batches(

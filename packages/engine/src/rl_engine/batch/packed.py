@@ -1,6 +1,6 @@
 """Packed input of a model: the tokens of a micro-batch's rows end to end, without padding.
 
-Legend: `B` rows, `C` completion tokens, `T` tokens fed. Where rows share prompts, those are fed once.
+Legend: `B` rows, `C` completion tokens, `T` tokens fed. Tokens that rows begin with in common may be fed once: `U`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from rl_engine.types import BatchCounts, ModelOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rl_engine.batch.prefix_tree import PrefixTree
 
 NO_COUNTS = BatchCounts(tokens=0.0, sequences=0.0)
 
@@ -33,7 +35,7 @@ class PackedRows:
     score_index: Tensor
     """(C,) int64, the position in T whose hidden state predicts completion token c, or with `feeds_last` follows it."""
     labels: Tensor
-    """(C,) int64, the completion tokens."""
+    """(C,) int64, the completion tokens; with `shared` those that rows share may be there once."""
     cu_seqlens: Tensor
     """(B + 1,) int64, row offsets into C."""
     completions: tuple[int, ...]
@@ -53,7 +55,7 @@ class PackedRows:
     given_ids: Tensor | None = None
     """(T,) int64, `token_ids` with -1 where the model wrote the token (`loss_mask` 1); where `visual` has entries."""
     shared: PrefixSharing | None = None
-    """Prefix sharing of rows that begin with the same prompt; None: row by row."""
+    """Prefix sharing of rows that begin with the same tokens; None: row by row."""
     counts: BatchCounts = NO_COUNTS
     """Denominators of the whole logical batch."""
 
@@ -63,7 +65,9 @@ class PackedRows:
         return self.score_index if self.shared is None else self.shared.scored
 
     def output(self, **scores: Tensor | None) -> ModelOutput:
-        """The micro-batch's output, with these fields of `ModelOutput`."""
+        """The micro-batch's output, with these fields of `ModelOutput`, of which rows may share entries."""
+        if self.shared is not None and (index := self.shared.scores) is not None:
+            scores = {name: None if score is None else take_rows(score, index) for name, score in scores.items()}
         return ModelOutput(cu_seqlens=self.cu_seqlens, counts=self.counts, **scores)
 
     def padded(self, multiple: int) -> PackedRows:
@@ -192,90 +196,86 @@ class _SpreadRows(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSharing:
-    """Prefix sharing: the segments of U tokens that make up B rows."""
+    """Prefix sharing: the segments of U tokens that make up B rows, a tree."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment; they sum up to U."""
     before: tuple[int, ...]
-    """Tokens of the prompt that each segment goes on from; 0 where it is a beginning."""
+    """Tokens of its rows in front of each segment; 0 where it is a beginning."""
     keys: Repeats
-    """Keys of each segment, of the U tokens: the prompt that it goes on from, then its own."""
+    """Keys of each segment, of the U tokens: those in front of it, then its own."""
     scored: Repeats
-    """(C,), which of the U tokens predicts each completion token: a prompt's last does so for all of its rows."""
+    """(S,), which of the U tokens predicts each scored token: a segment's last does so for all that go on from it."""
+    scores: Repeats | None
+    """(C,), which of the S scored tokens each completion token is; None: S is C, each is scored by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    start: int
-    """Its first token of T."""
-    length: int
-    before: int
-    """Tokens of T in front of `start` that it goes on from."""
-
-
-def share_prefixes(packed: PackedRows, prompts: Sequence[int], groups: Sequence[int]) -> PackedRows:
-    """Feed each prompt that several rows begin with once; the rows as they were where none does.
+def share_prefixes(packed: PackedRows, tree: PrefixTree, rows: Sequence[int], *, merges_scores: bool) -> PackedRows:
+    """Feed tokens that several rows begin with once; the rows as they were where none do.
 
     Args:
         packed: Rows end to end.
-        prompts: Prompt tokens of each.
-        groups: A number for each; rows of the same number have the same prompt.
+        tree: What they share.
+        rows: Number of each in the tree.
+        merges_scores: Score a completion token once that several rows share: labels are the tokens that are fed.
     """
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    if len(members) == len(groups):
-        return packed
     lengths = torch.tensor(packed.lengths)
     starts: list[int] = (lengths.cumsum(0) - lengths).tolist()
-    beginnings, ends = list[_Segment](), list[_Segment]()
-    first_of = list(starts)  # where in T each row's prompt is fed
-    for rows in members.values():
-        first, prompt = rows[0], prompts[rows[0]]
-        if len(rows) == 1:
-            beginnings.append(_Segment(starts[first], packed.lengths[first], 0))
-            continue
-        beginnings.append(_Segment(starts[first], prompt, 0))
-        for row in rows:
-            first_of[row] = starts[first]
-            if packed.lengths[row] > prompt:
-                ends.append(_Segment(starts[row] + prompt, packed.lengths[row] - prompt, prompt))
-    beginnings.sort(key=lambda segment: -segment.length)
-    ends.sort(key=lambda segment: (-segment.before, -segment.length))  # neighbours of like shape are attended together
-    return _regroup(packed, [*beginnings, *ends], _fed_at(prompts, starts, first_of, sum(packed.lengths)))
+    place = dict(zip(rows, range(len(rows)), strict=True))
+    fed_at = torch.arange(sum(packed.lengths))  # which of T is fed in the place of each
+    segments: list[tuple[int, int, int]] = []  # tokens in front, tokens, the first of them in T
+    for together, start, stop in tree.runs(rows):
+        first, *others = (place[row] for row in together)
+        stop = stop if others else packed.lengths[first]
+        if stop > start:
+            segments.append((start, stop - start, starts[first] + start))
+        own = torch.arange(starts[first] + start, starts[first] + stop)
+        for other in others:
+            fed_at[starts[other] + start : starts[other] + stop] = own
+    if sum(length for _, length, _ in segments) == len(fed_at):
+        return packed
+    # beginnings first; then neighbours of like shape, which are attended together
+    segments.sort(key=lambda segment: (segment[0] > 0, -segment[0], -segment[1]))
+    return _regroup(packed, segments, fed_at, merges_scores=merges_scores)
 
 
-def _fed_at(prompts: Sequence[int], starts: Sequence[int], first_of: Sequence[int], total: int) -> Tensor:
-    """(T,) int64, which of T is fed in the place of each."""
-    counts = torch.tensor(prompts)
-    fed_at = torch.arange(total)
-    fed_at[_ranges(torch.tensor(starts), counts)] = _ranges(torch.tensor(first_of), counts)
-    return fed_at
-
-
-def _regroup(packed: PackedRows, segments: Sequence[_Segment], fed_at: Tensor) -> PackedRows:
-    lengths = torch.tensor([segment.length for segment in segments])
-    before = torch.tensor([segment.before for segment in segments])
-    starts = torch.tensor([segment.start for segment in segments])
+def _regroup(
+    packed: PackedRows, segments: Sequence[tuple[int, int, int]], fed_at: Tensor, *, merges_scores: bool
+) -> PackedRows:
+    before, lengths, starts = torch.tensor(segments).unbind(1)
     fed = _ranges(starts, lengths)
     place = torch.empty(len(fed_at), dtype=torch.int64)  # of each of T among U
     place[fed] = torch.arange(len(fed))
     place = place[fed_at]
-    completions = torch.tensor(packed.completions)
-    predicting = _ranges(torch.tensor(packed.lengths).cumsum(0) - completions, completions)
-    device = packed.token_ids.device
+    completions, ends = torch.tensor(packed.completions), torch.tensor(packed.lengths).cumsum(0)
+    predicting, device, scores, labels = (
+        _ranges(ends - completions, completions),
+        packed.token_ids.device,
+        None,
+        packed.labels,
+    )
+    if merges_scores:  # one that two rows share is fed to both, unless it is the last of a row
+        following = torch.cat([fed_at[1:], fed_at[:1]])
+        following[ends - 1] = len(fed_at) + ends
+        _, same = following[predicting].unique(return_inverse=True)
+        first = torch.full((int(same.max()) + 1,), len(same)).scatter_reduce(0, same, torch.arange(len(same)), "amin")
+        if len(first) < len(same):
+            predicting, labels = predicting[first], labels[to_device(first, device)]
+            scores = repeats(same, len(first), device)
     here = to_device(fed, device)
     shared = PrefixSharing(
         lengths=tuple(lengths.tolist()),
         before=tuple(before.tolist()),
         keys=repeats(place[_ranges(starts - before, before + lengths)], len(fed), device),
         scored=repeats(place[predicting], len(fed), device),
+        scores=scores,
     )
     return replace(
         packed,
         token_ids=packed.token_ids[here],
         position_ids=packed.position_ids[here],
         score_index=shared.scored.index,
+        labels=labels,
         num_valid=len(fed),
         shared=shared,
     )

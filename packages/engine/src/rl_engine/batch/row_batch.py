@@ -2,7 +2,7 @@
 
 Legend: `B` rows, `C` completion tokens, `T` tokens fed to the model. Row i feeds its prompt and all but the last
 token of its completion (which predicts nothing): `T = sum(prompt + completion - 1)`. A head that judges the state
-*after* a token is fed that one too (`feeds_last`). Where rows share prompts, those are fed once.
+*after* a token is fed that one too (`feeds_last`). Tokens that rows begin with in common may be fed once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from rl_engine.batch.micro_batches import Load
 from rl_engine.batch.packed import NO_COUNTS, PackedRows, share_prefixes, to_device
+from rl_engine.batch.prefix_tree import prefix_tree, unshared
 from rl_engine.errors import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_engine.batch.micro_batches import CostModel
+    from rl_engine.batch.prefix_tree import PrefixTree
     from rl_engine.types import BatchCounts
 
 PROMPT = "prompt_token_ids"
@@ -65,7 +67,7 @@ class RowBatch:
             needs_mask: Whether a loss is to read them.
             device: Where they go.
             feeds_last: Whether the model is fed a row's last token.
-            shares_prefixes: Whether it is fed a prompt once that rows of a micro-batch begin with.
+            shares_prefixes: Whether it is fed tokens once that rows of a micro-batch begin with.
 
         Raises:
             BatchError: a column is missing, not ragged, empty in some row, or not aligned with the completion.
@@ -103,7 +105,8 @@ class RowBatch:
         self.adapters: list[int] | None = adapters.tolist() if isinstance(adapters, Tensor) else None
         """Number of each row's adapter; None without the column."""
         self._places: _Ragged | None = None
-        self._groups = _prompt_groups(self._prompt.values, prompts) if shares_prefixes else None
+        self._shares = shares_prefixes
+        self._tree = self._prefix_tree() if shares_prefixes else unshared(self.num_rows)
 
     @property
     def lengths(self) -> list[int]:
@@ -117,18 +120,25 @@ class RowBatch:
 
     def tokens(self) -> Load:
         """Tokens of rows, prompt and completion."""
-        return self._load(self._lengths, self._prompts)
+        return Load(alone=self._lengths, prefix=lambda _, depth: depth, tree=self._tree)
 
     def costs(self, model: CostModel) -> Load:
         """Work of rows."""
         both = zip(self._lengths, self._completions, strict=True)
-        alone = [model(length - self._unfed, scored) for length, scored in both]
-        return self._load(alone, [model(prompt, 0) for prompt in self._prompts])
+        return Load(
+            alone=[model(length - self._unfed, scored) for length, scored in both],
+            prefix=lambda row, depth: model(depth, max(0, depth - self._prompts[row])),
+            tree=self._tree,
+        )
 
-    def _load(self, alone: Sequence[float], prompt: Sequence[float]) -> Load:
-        if self._groups is None:
-            return Load(alone=alone, prompt=[0] * self.num_rows, groups=range(self.num_rows))
-        return Load(alone=alone, prompt=prompt, groups=self._groups)
+    def _prefix_tree(self) -> PrefixTree:
+        parts = zip(
+            self._prompt.values.cpu().split(self._prompts),
+            self._completion.values.cpu().split(self._completions),
+            strict=True,
+        )
+        rows = [torch.cat(part).numpy()[: size - self._unfed] for part, size in zip(parts, self._lengths, strict=True)]
+        return prefix_tree(rows, self._prompts)
 
     @property
     def completion_offsets(self) -> Tensor:
@@ -263,9 +273,9 @@ class RowBatch:
     def pack(self, rows: Sequence[int], counts: BatchCounts = NO_COUNTS) -> PackedRows:
         """The given rows as the model is fed them, with the `counts` of the whole batch."""
         packed = self.lay_out(rows, counts)
-        if self._groups is None:
+        if not self._shares:
             return packed
-        return share_prefixes(packed, [self._prompts[row] for row in rows], [self._groups[row] for row in rows])
+        return share_prefixes(packed, self._tree, rows, merges_scores=not {TARGETS, CANDIDATES} & self._columns.keys())
 
     def lay_out(self, rows: Sequence[int], counts: BatchCounts = NO_COUNTS) -> PackedRows:
         """The given rows end to end, each whole."""
@@ -357,13 +367,6 @@ def _units_of(columns: Mapping[str, object], num_rows: int, *, needs_pairs: bool
                     "each."
                 )
     return list(units.values())
-
-
-def _prompt_groups(prompts: Tensor, lengths: list[int]) -> list[int]:
-    """Group number of each row: rows of the same prompt have the same."""
-    rows = prompts.cpu().split(lengths)
-    known: dict[bytes, int] = {}
-    return [known.setdefault(row.numpy().tobytes(), len(known)) for row in rows]
 
 
 def _take_apart(name: str, column: object, device: torch.device) -> _Ragged | Tensor | list[object]:

@@ -2,8 +2,8 @@
 
 Rows of like length that lie side by side are attended together in a block of (rows, width); only inside that block is
 anything padded, and only on the right, where causality hides it. On CUDA in half precision torch's variable-length
-flash kernel takes the packed rows as they are. Where rows share prompts, the queries of a shared one are
-computed once, and what each row adds to it looks at a copy of the prompt's keys and values.
+flash kernel takes the packed rows as they are. Where rows share their first tokens, the queries of those are
+computed once, and what goes on from them looks at a copy of their keys and values.
 
 Legend: `T` tokens, `B` rows of a block, `L` its width, `H` query heads, `K` key heads, `D` head size.
 """
@@ -60,7 +60,7 @@ class RowBlock:
     queries: Span
     """Span of the rows' own tokens."""
     keys: Span
-    """Span of the keys: the shared prompt's and the rows' own; equals `queries` without a shared prompt."""
+    """Span of the keys: the shared tokens' and the rows' own; equals `queries` without shared tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class RowLayout:
     max_keys: int
     """Most keys of a row."""
     keys: Repeats | None = None
-    """Token index of each key, where rows share prompts; None: a row's keys are its tokens."""
+    """Token index of each key, where rows share tokens; None: a row's keys are its tokens."""
     sequence_group: SequenceGroup | None = None
     """The ranks among which the tokens are cut; None: all are here."""
 
@@ -89,7 +89,7 @@ def row_layout(
     sequence_group: SequenceGroup | None = None,
     shared: PrefixSharing | None = None,
 ) -> RowLayout:
-    """Lay out rows of the given lengths, end to end, or with `shared` the segments of rows that share prompts."""
+    """Lay out rows of the given lengths, end to end, or with `shared` the segments of rows that share tokens."""
     before: Sequence[int] = (0,) * len(lengths)
     if shared is not None:
         lengths, before = shared.lengths, shared.before

@@ -29,7 +29,7 @@ class Scorer(nn.Module):
     multimodal: MultimodalInputs | None = None
     """Multimodal inputs; None for a model that takes none in that way."""
     shares_prefixes: bool = False
-    """Whether rows that begin with the same prompt may be fed it once."""
+    """Whether tokens that rows begin with in common may be fed once."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

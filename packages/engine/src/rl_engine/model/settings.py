@@ -84,7 +84,7 @@ def refuse_muon(config: EngineConfig, backend: str) -> None:
 
 
 def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
-    """Whether rows are to share prompts, where `obstacle` says what keeps them from it.
+    """Whether rows are to share their first tokens, where `obstacle` says what keeps them from it.
 
     Raises:
         ConfigError: they are told to and cannot.

@@ -295,11 +295,11 @@ class EngineConfig:
     matmul_precision: MatmulPrecision = MatmulPrecision.HIGHEST
     """Precision of matrix products inside `forward_backward_batch`; matters for float32 only."""
     max_tokens_per_gpu: int = 16384
-    """Tokens (prompt and completion) of one micro-batch; a prompt that its rows share counts once."""
+    """Tokens (prompt and completion) of one micro-batch; those that its rows share count once."""
     prefix_sharing: bool | None = None
-    """Feed the model a prompt once that several rows of a micro-batch begin with, and keep such rows together: the same
-    numbers for less work and memory. None: where backend, model and layout allow it, as `check` reports; true is
-    refused where they do not."""
+    """Feed the model tokens once that several rows of a micro-batch begin with (a prompt, and the turns up to where
+    trajectories branch, a tree of any depth), and keep such rows together: the same numbers for less work and memory.
+    None: where backend, model and layout allow it, as `check` reports; true is refused where they do not."""
     temperature: float = 1.0
     """Log-probs are of softmax(logits / temperature)."""
     entropy: bool = False
