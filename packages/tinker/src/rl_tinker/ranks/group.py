@@ -16,11 +16,11 @@ from rl_rollout.errors import ServerStartError
 from rl_rollout.registry import create_process
 from rl_tinker.base import TrainingGroup
 from rl_tinker.errors import CommandError, RanksLostError
-from rl_tinker.ranks import commands
+from rl_tinker.types import Answer
 
 if TYPE_CHECKING:
     from rl_rollout.base import Subprocess
-    from rl_tinker.types import Answer, Command, ServeConfig
+    from rl_tinker.types import Command, ServeConfig
 
 CHECK_S = 0.25
 """Seconds between two looks whether the launcher has ended."""
@@ -28,6 +28,8 @@ CHECK_S = 0.25
 
 class ElasticGroup(TrainingGroup):
     """Training processes under torch's elastic launcher; rank 0 connects to a socket of this process.
+
+    A command and its answer are frames: 8 bytes of length, then msgpack.
 
     Args:
         config: Configuration of the server.
@@ -69,13 +71,13 @@ class ElasticGroup(TrainingGroup):
             reader, writer = await self._ready()
             if incarnation != self._incarnation:
                 raise RanksLostError("the training processes were started again; their models have to be restored")
-            body = commands.encode(command)
+            body = msgspec.msgpack.encode(command)
             try:
                 async with asyncio.timeout(self._config.timeout_s):
-                    writer.writelines([commands.LENGTH.pack(len(body)), body])
+                    writer.writelines([len(body).to_bytes(8), body])
                     await writer.drain()
-                    header = await reader.readexactly(commands.LENGTH.size)
-                    answer = commands.decode_answer(await reader.readexactly(commands.LENGTH.unpack(header)[0]))
+                    size = int.from_bytes(await reader.readexactly(8))
+                    answer = msgspec.msgpack.decode(await reader.readexactly(size), type=Answer)
             except TimeoutError as error:
                 raise self._lost(f"a command took longer than timeout_s={self._config.timeout_s}") from error
             except (OSError, EOFError) as error:

@@ -22,7 +22,6 @@ from rl_engine.registry import auto_precision, create_loss, create_worker
 from rl_engine.types import AdamParams, EngineConfig, LoraConfig, OptimizerConfig, Precision, TrainingRow
 from rl_tinker.durable import sync_tree
 from rl_tinker.errors import RequestError
-from rl_tinker.ranks import commands
 from rl_tinker.ranks.__main__ import end_with_parent
 from rl_tinker.ranks.modules import lora_modules
 from rl_tinker.types import AdamParams as ClientAdam
@@ -226,9 +225,9 @@ def main() -> None:
         if frame == _CLOSED:
             return
         if frame != _TICK:
-            answer = commands.encode(rank.run(commands.decode_command(frame)))
+            answer = msgspec.msgpack.encode(rank.run(msgspec.msgpack.decode(frame, type=Command)))
             if connection is not None:
-                connection.sendall(commands.LENGTH.pack(len(answer)) + answer)
+                connection.sendall(len(answer).to_bytes(8) + answer)
 
 
 _TICK, _CLOSED = b"", b"closed"
@@ -241,10 +240,8 @@ def _next_frame(connection: socket.socket | None) -> bytes:
     if not select.select([connection], [], [], TICK_S)[0]:
         return _TICK
     try:
-        header = connection.recv(commands.LENGTH.size, socket.MSG_WAITALL)
-        if len(header) < commands.LENGTH.size:
-            return _CLOSED
-        return connection.recv(commands.LENGTH.unpack(header)[0], socket.MSG_WAITALL)
+        header = connection.recv(8, socket.MSG_WAITALL)
+        return connection.recv(int.from_bytes(header), socket.MSG_WAITALL) if len(header) == 8 else _CLOSED
     except ConnectionError:
         return _CLOSED
 

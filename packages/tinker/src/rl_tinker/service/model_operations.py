@@ -10,24 +10,18 @@ import msgspec
 
 from rl_tinker import journal as db
 from rl_tinker.errors import CommandError, RequestError
-from rl_tinker.service.api import (
-    LoadWeights,
-    OptimStep,
-    Save,
-    check_name,
-    expiry,
-    sampler_path,
-)
+from rl_tinker.service import api
 from rl_tinker.service.store import new_name
 from rl_tinker.types import Checkpoint, Command, Kind, Sampler, Verb
 from rl_tinker.wire.protobuf import message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from rl_tinker.base import TrainingGroup
     from rl_tinker.service.store import Store
-    from rl_tinker.types import AdamParams, Answer, Model, Operation
+    from rl_tinker.types import Answer, Model, Operation
 
 PROTOBUF = "application/x-protobuf"
 _KINDS = {Kind.SAVE: "training", Kind.SAVE_FOR_SAMPLER: "sampler", Kind.SAVE_EXTERNAL: "external"}
@@ -100,19 +94,18 @@ class ModelOperations:
                 case Kind.CREATE:
                     return await self._create(model)
                 case Kind.LOAD:
-                    return await self._load(model, msgspec.json.decode(operation.body, type=LoadWeights))
+                    return await self._load(model, msgspec.json.decode(operation.body, type=api.LoadWeights))
                 case Kind.OPTIM_STEP:
-                    return await self._optim_step(model, msgspec.json.decode(operation.body, type=OptimStep))
+                    return await self._optim_step(model, msgspec.json.decode(operation.body, type=api.OptimStep))
                 case _:
-                    return await self._save(operation, model, msgspec.json.decode(operation.body, type=Save))
+                    return await self._save(operation, model, msgspec.json.decode(operation.body, type=api.Save))
         except (CommandError, RequestError) as error:
             return failure(str(error), is_user=True)
 
-    async def _call(self, verb: Verb, model: Model, state: str = "", adam: AdamParams | None = None) -> Answer:
-        folder = self._store.state_folder(state)
-        return await self._group.call(
-            Command(verb=verb, model=model.id, adapter=model.adapter, folder=folder, adam=adam)
-        )
+    async def _call(self, verb: Verb, model: Model, state: str | Path = "", **more: Any) -> Answer:
+        """Run a command on a model; a relative `state` is the name of one of its states."""
+        folder = str(self._store.models_folder / state)  # unchanged, if it is absolute
+        return await self._group.call(Command(verb=verb, model=model.id, adapter=model.adapter, folder=folder, **more))
 
     async def _create(self, model: Model) -> dict[str, Any]:
         await self._make_room([model])
@@ -121,7 +114,7 @@ class ModelOperations:
         self._resident[model.id] = None
         return success(model_id=model.id, type="create_model") | {"state": state}
 
-    async def _load(self, model: Model, request: LoadWeights) -> dict[str, Any]:
+    async def _load(self, model: Model, request: api.LoadWeights) -> dict[str, Any]:
         checkpoint = self._store.checkpoints.get(request.path)
         if checkpoint is None or (checkpoint.tenant != model.tenant and not checkpoint.is_public):
             raise RequestError(f"there is no checkpoint {request.path!r}; it may have expired")
@@ -133,34 +126,33 @@ class ModelOperations:
         if model.id in self._resident:  # a fresh adapter: the old one's gradient goes
             await self._call(Verb.DROP, model)
             self.forget(model.id)
-        source = str(self._store.checkpoints_folder / checkpoint.folder)
-        restore = Command(verb=Verb.RESTORE, model=model.id, adapter=model.adapter, folder=source)
-        await self._group.call(msgspec.structs.replace(restore, optimizer=request.optimizer))
+        source = self._store.checkpoints_folder / checkpoint.folder
+        await self._call(Verb.RESTORE, model, source, optimizer=request.optimizer)
         state = new_name()
         await self._call(Verb.SAVE, model, state)
         self._resident[model.id] = None
         loaded = success(path=request.path, model_id=model.id, type="load_weights")
         return loaded | {"state": state, "drops_gradient": True}
 
-    async def _optim_step(self, model: Model, request: OptimStep) -> dict[str, Any]:
+    async def _optim_step(self, model: Model, request: api.OptimStep) -> dict[str, Any]:
         await self._bring([model])
         state = new_name()
         try:
-            answer = await self._call(Verb.OPTIM_STEP, model, state, request.adam_params)
+            answer = await self._call(Verb.OPTIM_STEP, model, state, adam=request.adam_params)
         except CommandError as error:  # no finite gradient, or no room on disk; memory may be ahead of the state
-            await self._group.call(Command(verb=Verb.DROP, model=model.id))
+            await self._call(Verb.DROP, model)
             self.forget(model.id)
             return failure(str(error), is_user=True) | {"drops_gradient": True}
         return success(metrics=answer.metrics) | {"state": state, "steps": 1, "drops_gradient": True}
 
-    async def _save(self, operation: Operation, model: Model, request: Save) -> dict[str, Any]:
+    async def _save(self, operation: Operation, model: Model, request: api.Save) -> dict[str, Any]:
         """Checkpoint under the name of the request; only `save_state` asks whether that may replace another."""
         kind = _KINDS[operation.kind]
         if kind == "sampler":
-            path = sampler_path(model.id, request, operation.seq)
+            path = api.sampler_path(model.id, request, operation.seq)
         else:
             folder = "weights" if kind == "training" else "external_weights"
-            path = f"tinker://{model.id}/{folder}/{check_name(request.path or f'step-{model.step}')}"
+            path = f"tinker://{model.id}/{folder}/{api.check_name(request.path or f'step-{model.step}')}"
         if kind == "training" and path in self._store.checkpoints and not request.overwrite:
             raise RequestError(f"{path} exists; save it under another name, or with overwrite")
         checkpoint = await self._checkpoint(model, path, kind, request.ttl_seconds, request.user_metadata)
@@ -180,13 +172,11 @@ class ModelOperations:
         self, model: Model, path: str, kind: str, ttl_s: int | None, metadata: dict[str, Any] | None
     ) -> Checkpoint:
         """Checkpoint of the durable state, which is what the processes hold."""
-        expires = expiry(ttl_s)
+        expires = api.expiry(ttl_s)
         if model.adapter is None and kind != "training":
             await self._bring([model])
             folder = new_name()
-            await self._group.call(
-                Command(verb=Verb.EXPORT, model=model.id, folder=str(self._store.checkpoints_folder / folder))
-            )
+            await self._call(Verb.EXPORT, model, self._store.checkpoints_folder / folder)
             size = self._store.sync_checkpoint(folder)
         else:
             folder, size = self._store.link_checkpoint(model.state, with_optimizer=kind == "training")

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import RequestError as ServerRequestError
@@ -32,6 +32,17 @@ ATTEMPTS = 4
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _InProgress:
+    """Sample of a tenant, in progress or ended."""
+
+    tenant: str
+    num_sequences: int
+    task: asyncio.Task[bytes]
+    ended: float = math.inf
+    """Time at which it ended."""
+
+
 class Samplers:
     """Samples in progress, as futures by request id.
 
@@ -46,10 +57,8 @@ class Samplers:
 
     def __init__(self, store: Store, replicas: Replicas, stops: Stops, *, max_len: int) -> None:
         self._store, self._replicas, self._stops, self._max_len = store, replicas, stops, max_len
-        self._tasks: dict[str, tuple[str, asyncio.Task[bytes]]] = {}
-        self._ended: dict[str, float] = {}
-        self._sizes: dict[str, int] = {}
-        """Sequences of each sample."""
+        self._samples: dict[str, _InProgress] = {}
+        """By request id; the one that ended last at the end."""
         self.tokens_sampled = 0
         """Tokens since the start."""
 
@@ -59,43 +68,40 @@ class Samplers:
 
     def pending_of(self, tenant: Tenant) -> int:
         """Number of a tenant's sequences in progress."""
-        return sum(
-            self._sizes[request_id]
-            for request_id, (name, task) in self._tasks.items()
-            if name == tenant.name and not task.done()
-        )
+        own = (each for each in self._samples.values() if each.tenant == tenant.name)
+        return sum(each.num_sequences for each in own if not each.task.done())
 
     @property
     def num_pending(self) -> int:
         """Number of samples in progress."""
-        return sum(not task.done() for _, task in self._tasks.values())
+        return sum(not each.task.done() for each in self._samples.values())
 
     def task(self, tenant: Tenant, request_id: str) -> asyncio.Task[bytes] | None:
         """Task of a sample of a tenant, whose result is the encoded response."""
-        name, task = self._tasks.get(request_id, ("", None))
-        return task if name == tenant.name else None
+        found = self._samples.get(request_id)
+        return found.task if found is not None and found.tenant == tenant.name else None
 
     def begin(self, tenant: Tenant, sampler: Sampler, request: Sample, request_id: str) -> None:
         """Start to sample."""
         task = asyncio.create_task(self._sample(sampler, request, request_id), name=request_id)
-        task.add_done_callback(lambda _: self._ended.setdefault(request_id, time.monotonic()))
-        self._tasks[request_id] = (tenant.name, task)
-        self._sizes[request_id] = request.num_samples
-        ended = [each for each in self._ended if self._tasks[each][0] == tenant.name]
-        self._drop(ended[: max(len(ended) - tenant.max_pending, 0)])
+        task.add_done_callback(lambda _: self._end(request_id))
+        self._samples[request_id] = _InProgress(tenant.name, request.num_samples, task)
+        ended = [name for name, each in self._samples.items() if each.tenant == tenant.name and each.task.done()]
+        for name in ended[: max(len(ended) - tenant.max_pending, 0)]:
+            del self._samples[name]
+
+    def _end(self, request_id: str) -> None:
+        if (found := self._samples.pop(request_id, None)) is not None:
+            self._samples[request_id] = replace(found, ended=time.monotonic())
 
     def expire(self) -> None:
         """Drop old results."""
-        now = time.monotonic()
-        self._drop([name for name, ended in self._ended.items() if now - ended > RESULT_S])
-
-    def _drop(self, request_ids: list[str]) -> None:
-        for each in request_ids:
-            del self._tasks[each], self._ended[each], self._sizes[each]
+        before = time.monotonic() - RESULT_S
+        self._samples = {name: each for name, each in self._samples.items() if each.ended > before}
 
     async def stop(self) -> None:
         """Cancel what is in progress. Idempotent."""
-        tasks = [task for _, task in self._tasks.values()]
+        tasks = [each.task for each in self._samples.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -169,7 +175,7 @@ class Samplers:
             temperature=given.temperature,
             top_p=given.top_p,
             top_k=max(given.top_k, 0),
-            stop_token_ids=self._stops.ids(given.stop),
+            stop_token_ids=self._stops.split(given.stop)[0],
             ignore_eos=isinstance(given.stop, list) and not given.stop,
             seed=given.seed,
         )
@@ -181,7 +187,7 @@ class Samplers:
         return replace(base, request_id=f"{base.request_id}:{index}", sampling_params=params)
 
     async def _one(self, request: GenerateRequest, sample: Sample) -> TokenOutput:
-        strings = self._stops.strings(sample.sampling_params.stop)
+        strings = self._stops.split(sample.sampling_params.stop)[1]
         if not strings:
             output = await self._replicas.generate(request)
         elif request.has_extras:

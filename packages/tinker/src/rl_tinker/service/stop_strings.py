@@ -31,25 +31,20 @@ class Stops:
 
             self._tokenizer = Tokenizer.from_file(str(file))
 
-    def ids(self, stop: Stop) -> tuple[int, ...]:
-        """Token ids that end a sample."""
-        given = [stop] if isinstance(stop, str) else stop or []
-        ids = (each if isinstance(each, int) else self._single(each) for each in given)
-        return tuple(each for each in ids if each is not None)
-
-    def strings(self, stop: Stop) -> tuple[str, ...]:
-        """Strings that end a sample and are not one special token.
+    def split(self, stop: Stop) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Token ids that end a sample, and strings that end it and are not one special token.
 
         Raises:
-            RequestError: one is empty, or the base model has no tokenizer here.
+            RequestError: a string is empty, or the base model has no tokenizer here.
         """
         given = [stop] if isinstance(stop, str) else stop or []
-        found = tuple(each for each in given if isinstance(each, str) and self._single(each) is None)
-        if "" in found:
+        known = [each if isinstance(each, int) else self._single(each) for each in given]
+        strings = tuple(str(each) for each, found in zip(given, known, strict=True) if found is None)
+        if "" in strings:
             raise RequestError("stop has an empty string")
-        if found and self._tokenizer is None:
+        if strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer.json in the model's folder; give token ids")
-        return found
+        return tuple(each for each in known if each is not None), strings
 
     def _single(self, text: str) -> int | None:
         if self._tokenizer is None or (found := self._tokenizer.token_to_id(text)) is None:
@@ -59,7 +54,7 @@ class Stops:
 
     def cut(self, output: TokenOutput, strings: tuple[str, ...]) -> TokenOutput:
         """The output up to the token in which a string is complete; unchanged without one."""
-        assert self._tokenizer is not None, "`strings` has checked it"
+        assert self._tokenizer is not None, "`split` has checked it"
         if not self._has(output.token_ids, strings):
             return output
         low, high = 1, len(output.token_ids)

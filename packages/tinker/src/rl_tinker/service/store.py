@@ -45,7 +45,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.journal = db.Journal(folder / "journal.sqlite")
-        self._models_folder, self.checkpoints_folder = folder / "models", folder / "checkpoints"
+        self.models_folder, self.checkpoints_folder = folder / "models", folder / "checkpoints"
         self.sessions = self.journal.records(Session)
         self.models = self.journal.records(Model)
         self.samplers = self.journal.records(Sampler)
@@ -71,7 +71,7 @@ class Store:
         """Remove folders that no record names: the server ended before it committed them, or before it removed them."""
         known = {each.state for each in self.models.values()}
         stored = {each.folder for each in self.checkpoints.values()}
-        for folder, names in ((self._models_folder, known), (self.checkpoints_folder, stored)):
+        for folder, names in ((self.models_folder, known), (self.checkpoints_folder, stored)):
             folder.mkdir(parents=True, exist_ok=True)
             for each in folder.iterdir():
                 if each.name not in names:
@@ -95,10 +95,6 @@ class Store:
 
     # Folders
 
-    def state_folder(self, name: str) -> str:
-        """Path of a model's state."""
-        return str(self._models_folder / name)
-
     def link_checkpoint(self, state: str, *, with_optimizer: bool) -> tuple[str, int]:
         """Make a checkpoint's folder from a durable state, which never changes, by hard links.
 
@@ -108,8 +104,8 @@ class Store:
         name, size = new_name(), 0
         target = self.checkpoints_folder / name
         target.mkdir()
-        for file in sorted((self._models_folder / state).rglob("*")):
-            inner = target / file.relative_to(self._models_folder / state)
+        for file in sorted((self.models_folder / state).rglob("*")):
+            inner = target / file.relative_to(self.models_folder / state)
             if file.is_dir():
                 inner.mkdir(exist_ok=True)
             elif with_optimizer or not is_optimizer_file(file.name):
@@ -129,7 +125,7 @@ class Store:
     async def remove_state(self, name: str) -> None:
         """Remove the folder of a state that no record names any more."""
         if name:
-            await asyncio.to_thread(shutil.rmtree, self.state_folder(name), True)
+            await asyncio.to_thread(shutil.rmtree, self.models_folder / name, True)
 
     async def remove_checkpoints(self, found: Iterable[Checkpoint]) -> None:
         """Delete checkpoints: the records first, then the folders."""

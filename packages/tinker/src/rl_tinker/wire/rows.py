@@ -13,14 +13,9 @@ from rl_tinker.types import LossName
 from rl_tinker.wire.protobuf import FLOAT32, INT64, message
 
 _DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
-_COLUMNS = {
-    LossName.CROSS_ENTROPY: ("weights",),
-    LossName.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
-    LossName.PPO: ("logprobs", "advantages"),
-    LossName.CISPO: ("logprobs", "advantages"),
-    LossName.DRO: ("logprobs", "advantages"),
-}
-"""Columns that each loss needs, besides `target_tokens`."""
+_NEEDED = {LossName.CROSS_ENTROPY: ("weights",)}
+"""Columns that a loss needs, besides `target_tokens`; the others need those of `_OF_SAMPLES`."""
+_OF_SAMPLES = ("logprobs", "advantages")
 _OPTIONAL = ("weights",)
 
 
@@ -66,7 +61,10 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
         request.ParseFromString(body)
     except DecodeError as error:
         raise RequestError(f"the body is no ForwardBackwardRequest in protobuf: {error}") from error
-    loss = _loss(request.loss_fn)
+    if request.loss_fn not in tuple(LossName):
+        available = ", ".join(LossName)
+        raise UnsupportedError(f"loss_fn={request.loss_fn!r} is not available here; available: {available}")
+    loss = LossName(request.loss_fn)
     if not request.data:
         raise RequestError("data is empty; give at least one datum")
     return ForwardBackward(
@@ -77,12 +75,6 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
         forward_only=request.forward_only,
         rows=[_row(index, datum, loss) for index, datum in enumerate(request.data)],
     )
-
-
-def _loss(name: str) -> LossName:
-    if name not in tuple(LossName):
-        raise UnsupportedError(f"loss_fn={name!r} is not available here; available: {', '.join(LossName)}")
-    return LossName(name)
 
 
 def _settings(request: Any) -> dict[str, float]:
@@ -108,7 +100,7 @@ def _row(index: int, datum: Any, loss: LossName) -> Row:
             f"{where}: target_tokens has shape {targets.shape}, and model_input {tokens.size} tokens; give one target "
             "(or a row of K) for each token"
         )
-    needed = _COLUMNS[loss]
+    needed = _NEEDED.get(loss, _OF_SAMPLES)
     if missing := [name for name in needed if name not in columns]:
         raise RequestError(f"{where} has no loss_fn_inputs[{missing[0]!r}], which {loss} needs")
     used = {name: columns[name].astype(np.float32) for name in (*needed, *_OPTIONAL) if name in columns}
