@@ -436,11 +436,54 @@ def test_rows_have_no_adapters_in_linear_attention(tmp_path):
         assert worker.optim_step(ranks.ADAM["ann"], "ann").grad_norm > 0
 
 
-def test_rows_have_no_adapters_on_experts(tmp_path):
+ON_EXPERTS = {
+    "ann": LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "experts")),
+    "bob": LoraConfig(rank=3, alpha=6.0, target_modules=("experts",)),
+    "cy": LoraConfig(rank=2),
+}
+
+
+@pytest.mark.promise("Adapters on experts share a batch, each with its rows' gradient")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.parametrize("changes", [{}, {"recompute": ("moe",)}, {"activation_checkpointing": True}], ids=str)
+def test_rows_have_adapters_on_experts(tmp_path, changes):
+    """Gradients of a mixed batch after a step are those of peft's eager model of each adapter's rows alone."""
     folder = ranks.moe_oracle.write_model(tmp_path / "moe")
-    with create_worker(EngineConfig(model_path=str(folder), optimizer=None)) as worker:
-        with pytest.raises(ConfigError, match="an expert sees tokens of many rows"):
-            worker.add_adapter("ann", LoraConfig(target_modules=("q_proj", "experts")))
-        worker.add_adapter("ann", LoraConfig())
-        worker.forward_backward_rows(ranks.draw_rows(1, "ann", 3), ranks.LOSSES)
-        assert worker.optim_step(ranks.ADAM["ann"], "ann").grad_norm > 0
+    config = EngineConfig(model_path=str(folder), optimizer=None, precision="float64", **changes)
+    loss = create_loss("cross_entropy")
+    rows = [replace(row, adapter=name) for name in ON_EXPERTS for row in ranks.draw_rows(1, "ann", 4)]
+    rows.insert(3, replace(rows[0], adapter=None))
+    with create_worker(config) as worker:
+        for seed, (name, lora) in enumerate(ON_EXPERTS.items()):
+            worker.add_adapter(name, lora, seed)
+        losses = dict.fromkeys(ON_EXPERTS, loss)
+        worker.forward_backward_rows([row for row in rows if row.adapter], losses)
+        for name in ON_EXPERTS:
+            assert worker.optim_step(AdamParams(lr=1e-2), name).grad_norm > 0
+        base = worker.forward_rows([rows[3]], {None: loss}).logprobs[0]
+        worker.forward_backward_rows([row for row in rows if row.adapter], losses)
+        grads = {name: dict(worker.pool[name].views(ranks.gradient(worker, name))) for name in ON_EXPERTS}
+        for name in ON_EXPERTS:
+            worker.save_state(tmp_path / name, name, optimizer=False)
+    for name, found in grads.items():
+        eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        eager.set_experts_implementation("eager")
+        model = peft.PeftModel.from_pretrained(eager, tmp_path / name, is_trainable=True, autocast_adapter_dtype=False)
+        for row in (row for row in rows if row.adapter == name):
+            logprobs = model(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
+            scored = logprobs.gather(1, torch.tensor(row.target_token_ids)[:, None])[:, 0]
+            (-(scored * torch.tensor(row.inputs["weights"])).sum()).backward()
+        wanted = {
+            key.replace(".default.weight", "").removeprefix("base_model.model."): parameter.grad
+            for key, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        assert wanted.keys() == found.keys()
+        for key, gradient in wanted.items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-6, atol=1e-9)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    plain.set_experts_implementation("eager")
+    with torch.no_grad():
+        full = plain(torch.tensor([rows[3].token_ids])).logits[0].log_softmax(-1)
+    wanted = full.gather(1, torch.tensor(rows[3].target_token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(base.double(), wanted, rtol=1e-6, atol=1e-6)

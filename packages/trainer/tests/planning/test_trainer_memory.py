@@ -17,6 +17,7 @@ from rl_trainer.config import load_config
 from rl_trainer.errors import ConfigError, PlanError
 from rl_trainer.pipeline.roles import actor_config, model_facts, server_config
 from rl_trainer.planning.memory import (
+    adapter_parameters,
     block_activations,
     count_parameters,
     memory_facts,
@@ -151,6 +152,15 @@ def test_parts_that_are_recomputed_or_offloaded_are_counted_once():
         plan = memory_plan(load_config("qwen2.5-7b", own), sizes, num_parameters=4 * GIB)
         assert plan.engine["activations"] == pytest.approx(tokens * there)
         assert plan.host.get("activations", 0) == pytest.approx(tokens * away)
+
+
+@pytest.mark.core
+def test_an_adapter_on_experts_is_counted_by_hand():
+    """One layer of width 8: rank 2 of four experts, 8 into 2 x 6 and 6 into 8, and of a query projection, 8 into 8."""
+    model = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 99}
+    model |= {"num_experts": 4, "moe_intermediate_size": 6}
+    assert adapter_parameters(model, 2, ["experts", "q_proj"]) == 2 * (4 * ((8 + 12) + (6 + 8)) + 16)
+    assert adapter_parameters(model, 2, []) == 2 * 4 * 16
 
 
 def test_experts_of_a_server_are_spread_over_its_ranks():

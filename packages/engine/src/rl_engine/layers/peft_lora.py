@@ -115,7 +115,7 @@ def _check_layers(model: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     for name, layer in adapted_layers(model).items():
-        if _parameter_of(layer) is not None:
+        if parameter_of(layer) is not None:
             continue
         base, last = layer.get_base_layer(), name.rpartition(".")[2]
         if not isinstance(base, (Linear, Conv1D)):
@@ -163,7 +163,7 @@ def without_adapter(model: nn.Module) -> Generator[None]:
 def merged_weights(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """`named`, the weights of a model with an adapter, as those of one without: names, sums, whole tensors."""
     layers = {
-        f"{_without_wrappers(name)}.{_parameter_of(layer) or 'weight'}": name
+        f"{_without_wrappers(name)}.{parameter_of(layer) or 'weight'}": name
         for name, layer in adapted_layers(model).items()
     }
     for name, tensor in named.items():
@@ -179,16 +179,20 @@ def merged_weights(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tu
 def _product(layer: Any, down: Tensor, up: Tensor) -> Tensor:
     """What an adapter adds to its weight: B @ A, of each expert if the weight is that of joined ones."""
     scaling = layer.scaling[ADAPTER]
-    if _parameter_of(layer) is None:
+    if parameter_of(layer) is None:
         added = (up @ down) * scaling
         return added.T if layer.fan_in_fan_out else added
-    num = layer.num_experts
-    down, up = down.unflatten(0, (num, -1)), up.unflatten(1, (-1, num)).permute(2, 0, 1)
-    added = (up @ down) * scaling
-    return added.transpose(1, 2) if getattr(layer.get_base_layer(), "is_transposed", False) else added
+    return expert_product(layer.get_base_layer(), down, up) * scaling
 
 
-def _parameter_of(layer: Any) -> str | None:
+def expert_product(experts: Any, down: Tensor, up: Tensor) -> Tensor:
+    """B @ A of each of a module's joined experts, shaped as their weight; peft has all of A in one matrix, and of B."""
+    num = experts.num_experts
+    added = up.unflatten(1, (-1, num)).permute(2, 0, 1) @ down.unflatten(0, (num, -1))
+    return added.transpose(1, 2) if getattr(experts, "is_transposed", False) else added
+
+
+def parameter_of(layer: Any) -> str | None:
     """Name of the parameter that peft adapts in the place of a module's product; None of a linear layer."""
     return getattr(layer, "parameter_name", None)
 

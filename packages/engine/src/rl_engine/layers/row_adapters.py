@@ -1,6 +1,7 @@
 """LoRA adapters of a frozen model, each row of a packed batch under its own.
 
-A weight is multiplied once with all tokens, A and B of an adapter with each run of tokens that has it. peft defines an
+A weight is multiplied once with all tokens, A and B of an adapter with each run of tokens that has it. Joined experts
+see each run by itself, with what its adapter adds to their weights. peft defines an
 adapter (modules, shapes, first values, files); the model holds none of its layers here. Adapters are tensors outside
 the model, so that adding one leaves modules, shards and compiled code as they are.
 
@@ -10,28 +11,28 @@ Legend: `T` tokens fed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import linear
 
 from rl_engine.checkpoint.hf_folder import DTYPES, empty_model
 from rl_engine.errors import ConfigError
-from rl_engine.layers.peft_lora import ADAPTER, EXPERTS, adapted_layers, add_adapter
+from rl_engine.layers.peft_lora import ADAPTER, EXPERTS, adapted_layers, add_adapter, expert_product, parameter_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import nn
 
     from rl_engine.types import EngineConfig, LoraConfig, PeftConfig
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Adapter of one linear layer."""
+    """Adapter of one linear layer, or of one weight of all experts of a layer, whose A and B peft joins."""
 
     a: Tensor
     """(rank, in), trained."""
@@ -39,6 +40,8 @@ class LowRank:
     """(out, rank), trained."""
     scaling: float
     """Factor of B @ A."""
+    parameter: str | None = None
+    """Name of the experts' weight; None: a linear layer's."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """(tokens, in) to (tokens, out)."""
@@ -61,10 +64,10 @@ def draw_adapter(config: EngineConfig, lora: LoraConfig, seed: int) -> tuple[Pef
     model._apply(without_memory)  # pyright: ignore[reportPrivateUsage]
     model.tie_weights()
     described = add_adapter(model, lora, seed)
-    if described["target_parameters"]:
+    if described["target_parameters"] and config.parallel.ep > 1:
         raise ConfigError(
-            f"lora.target_modules takes {EXPERTS}, of which an expert sees tokens of many rows; rows with adapters of "
-            "their own have none on them. Leave it out, or train one adapter, by EngineConfig.lora."
+            f"lora.target_modules takes {EXPERTS} and parallel.ep is {config.parallel.ep}; adapters want all experts "
+            "on every rank. Set it to 1, or leave them out."
         )
     if inside := [name for name in adapted_layers(model) if ".linear_attn." in name]:
         raise ConfigError(
@@ -72,7 +75,9 @@ def draw_adapter(config: EngineConfig, lora: LoraConfig, seed: int) -> tuple[Pef
             "have none in linear attention. Name target_modules without it, or train one adapter, by EngineConfig.lora."
         )
     return described, {
-        name: LowRank(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER])
+        name: LowRank(
+            layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER], parameter_of(layer)
+        )
         for name, layer in adapted_layers(model).items()
     }
 
@@ -103,7 +108,7 @@ class RowAdapters:
             ConfigError: names one.
         """
         for name in names:
-            if name != self._head and id(self._model.get_submodule(name)) not in self._inside:
+            if name != self._head and id(self._module(name)) not in self._inside:
                 raise ConfigError(
                     f"lora.target_modules takes {name}, which is neither in a decoder layer nor the head; rows with "
                     "adapters of their own need layers that see every token. Leave it out."
@@ -112,8 +117,16 @@ class RowAdapters:
     def attach(self, names: Iterable[str]) -> None:
         """Let the named layers look for adapters; those that do so already stay as they are."""
         for name in set(names) - self._hooked:
-            self._model.get_submodule(name).register_forward_hook(self._hook(name))
+            module: Any = self._module(name)
+            if not hasattr(module, "num_experts"):
+                module.register_forward_hook(self._hook(name))
+            elif (own := _own_name(name)) not in self._hooked:
+                module.forward = partial(self._experts, own, _Call(module))
+                self._hooked.add(own)
             self._hooked.add(name)
+
+    def _module(self, name: str) -> nn.Module:
+        return self._model.get_submodule(_own_name(name))
 
     def use(self, adapters: Sequence[Mapping[str, LowRank]]) -> None:
         """Set the adapters that rows number from 0, each by layer."""
@@ -144,6 +157,38 @@ class RowAdapters:
             return output + torch.cat(parts).view(output.shape)
 
         return hook
+
+    def _experts(self, name: str, call: _Call, hidden: Tensor, *routed: Tensor) -> Tensor:
+        """Joined experts: each run with its adapter's weights. `hidden` and `routed` have a row for each token."""
+        sizes, parts = [length for _, length in self._runs], list[Tensor]()
+        for (number, _), *given in zip(self._runs, *(each.split(sizes) for each in (hidden, *routed)), strict=True):
+            layers = {} if number < 0 else self._used[number]
+            found = [low for layer, low in layers.items() if low.parameter and _own_name(layer) == name]
+            weights = {f"module.{low.parameter}": call.adapted(low) for low in found}
+            parts.append(functional_call(call, weights, tuple(given)) if found else call(*given))
+        return torch.cat(parts)
+
+
+class _Call(nn.Module):
+    """Joined experts by their own `forward`, which another takes the place of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.call = module, module.forward
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """See the module's."""
+        return self.call(*given)
+
+    def adapted(self, low: LowRank) -> Tensor:
+        """The adapter's weight, with what it adds."""
+        weight = self.module.get_parameter(str(low.parameter))
+        return weight + (expert_product(self.module, low.a, low.b) * low.scaling).to(weight.dtype)
+
+
+def _own_name(name: str) -> str:
+    """Name of a module in the model, of one that peft wraps once for each of its weights."""
+    return name.replace(".base_layer", "")
 
 
 def _with_gradient(_: nn.Module, __: Any, output: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class Adapter:
     """Factor of B @ A."""
     shapes: dict[str, tuple[torch.Size, torch.Size]]
     """Shapes of A and B by layer; in this order they are in the flat tensors."""
+    parameters: dict[str, str | None]
+    """Name of the experts' weight that a layer's is added to; None of linear layers."""
     flat: dict[str, Tensor]
     """`weights`, `exp_avg`, `exp_avg_sq`, and `grad` while there is a gradient, (numbers,) each; empty on disk."""
     layers: dict[str, LowRank] = field(default_factory=dict[str, LowRank])
@@ -69,7 +71,8 @@ class Adapter:
         self.flat = {name: tensor.to(device) for name, tensor in self.flat.items()}
         parts = {name: nn.Parameter(view) for name, view in self.views(self.flat["weights"])}
         self.layers = {
-            layer: LowRank(parts[f"{layer}.lora_A"], parts[f"{layer}.lora_B"], self.scaling) for layer in self.shapes
+            layer: LowRank(parts[f"{layer}.lora_A"], parts[f"{layer}.lora_B"], self.scaling, parameter)
+            for layer, parameter in self.parameters.items()
         }
         if "grad" in self.flat:
             self.collect()
@@ -148,6 +151,7 @@ class AdapterPool:
             peft=peft,
             scaling=next(iter(layers.values())).scaling,
             shapes={layer: (low.a.shape, low.b.shape) for layer, low in layers.items()},
+            parameters={layer: low.parameter for layer, low in layers.items()},
             flat={"weights": weights, **moments},
         )
         self._rows.attach(layers)

@@ -55,6 +55,7 @@ _GIB = 2.0**30
 _PROBE_BYTES = 16 * 2**20
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OTHERS = ("reference", "critic", "teacher")
 """Roles with engines, other than the policy."""
 
@@ -249,18 +250,22 @@ def expert_parameters(model: Mapping[str, Any]) -> int:
 
 
 def adapter_parameters(model: Mapping[str, Any], rank: int, targets: Sequence[str]) -> int:
-    """Elements of a LoRA adapter on the layers of these names; on every linear layer but the head for none."""
+    """Elements of a LoRA adapter on the layers of these names; for none, on every linear layer but the head.
+
+    In a mixture those of attention, and of `experts` A and B of each for what goes into it and comes out.
+    """
     width: int = model["hidden_size"]
-    heads, key, inner = model["num_attention_heads"], _kv_width(model), model["intermediate_size"]
+    heads, key, inner = model["num_attention_heads"], _kv_width(model), model.get("intermediate_size", 0)
     query = heads * (model.get("head_dim") or width // heads)
     sizes: dict[str, int] = {
-        "q_proj": width + query,
-        "k_proj": width + key,
-        "v_proj": width + key,
-        "o_proj": query + width,
+        **dict(zip(_ATTENTION, (width + query, width + key, width + key, query + width), strict=True)),
         **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width + inner),
     }
+    if experts := next((model[name] for name in _EXPERTS if model.get(name)), 0):
+        sizes = {name: size for name, size in sizes.items() if name in _ATTENTION}
     wanted = sum(size for name, size in sizes.items() if not targets or name in targets)
+    if experts and "experts" in targets:
+        wanted += experts * (2 * width + 3 * model["moe_intermediate_size"])
     return rank * model["num_hidden_layers"] * wanted
 
 
