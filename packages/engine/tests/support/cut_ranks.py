@@ -157,6 +157,7 @@ def main(folder, first_seed, num_seeds):
                 head=head,
                 entropy=not is_judge,
                 parallel=parallel,
+                recompute=("attention", "mlp", "norm") if is_judge else (),
             )
             engine = create_engine("fsdp", config)
             engine.initialize()

@@ -57,6 +57,7 @@ def steps_of(folder, rank, size, layout, precision):
         engine = ranks.build(
             folder, optimizer=STEP, parallel=layout, precision=precision, max_tokens_per_gpu=20,
             router_aux_loss_coef=oracle.COEF, activation_checkpointing=is_routed,
+            recompute=() if is_routed else ("moe",),
         )  # fmt: skip
         mine = oracle.batch_of(oracle.draw_rows()[rank::size], is_routed=is_routed)
         engine.optimizer_zero_grad()
