@@ -120,6 +120,30 @@ def test_what_the_server_does_not_have_is_501(server, path, given):
     assert (status, answer["type"]) == (501, "UnsupportedError")
 
 
+@pytest.mark.parametrize(
+    ("path", "given", "told"),
+    [
+        ("/create_model", {"lora_config": {"rank": 300}}, "lora_config.rank=300 must be from 1 to max_rank=256"),
+        ("/asample", {"num_samples": 0}, "Expected `int` >= 1 - at `$.num_samples`"),
+        ("/asample", {"topk_sample_logprobs": 65}, "Expected `int` <= 64 - at `$.topk_sample_logprobs`"),
+        ("/optim_step", {"model_id": "m", "adam_params": {"beta1": 1.0}}, "Expected `float` < 1.0"),
+        ("/optim_step", {"model_id": "m", "adam_params": {"eps": 0.0}}, "Expected `float` > 0.0"),
+        ("/save_weights", {"model_id": "m", "ttl_seconds": 60}, "Expected `int` >= 3600 - at `$.ttl_seconds`"),
+        ("/get_info", {}, "the body has model_id=None; give a text"),
+    ],
+)
+def test_a_number_out_of_range_is_400(server, path, given, told):
+    client = Client(server)
+    if path == "/create_model":
+        status, answer = client.create(**given)
+    elif path == "/asample":
+        status, answer = client.sample(**given)
+    else:
+        status, answer = client.post(path, given)
+    assert (status, answer["type"]) == (400, "RequestError")
+    assert told in answer["error"]
+
+
 def test_a_cancelled_operation_fails_in_its_turn(server):
     client = Client(server)
     created = client.create()

@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
     [
         ({"server_backend": "sglang"}, "server.backend=sglang.*no option 'max_adapters'.*as embedded and vllm do"),
         ({"max_rank": 600}, "max_rank=600 must be at most 512"),
+        ({"server_options": {"max_rank": 8}}, "server.options.max_rank follows from max_rank; give max_rank=N"),
         ({"server_options": {"comand": "x"}}, "no option 'comand'"),
         ({"server_backend": "vlm"}, "server.backend=vlm.*no rollout backend .vlm."),
         ({"server_tp": 2}, "server.tp=2.*computes on one device"),

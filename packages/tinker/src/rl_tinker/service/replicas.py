@@ -36,8 +36,11 @@ def check_replicas(config: ServeConfig, model_folder: str) -> None:
     """Check that the sampling servers can be configured, before anything starts.
 
     Raises:
-        ConfigError: the backend is unknown, or takes no adapters while it runs.
+        ConfigError: the backend is unknown, takes no adapters while it runs, or lacks an option.
     """
+    for name in ("max_adapters", "max_rank"):
+        if name in config.server_options:
+            raise ConfigError(f"server.options.{name} follows from {name}; give {name}=N")
     try:
         if not config.is_full:
             check_options({"max_adapters": 1}, load_backend(config.server_backend).OPTIONS, config.server_backend)
@@ -78,8 +81,8 @@ class Replicas:
         self._sender: WeightSender | None = None
         self._receiver: ReceiverSession | None = None
         self._version = 0
-        self._loaded: OrderedDict[str, str] = OrderedDict()
-        """Name of each adapter in the servers by the folder of its checkpoint, the one used last at the end."""
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+        """Adapters in the servers, named after the folders of their checkpoints, the one used last at the end."""
         self._users: dict[str, int] = {}
         self._lock = asyncio.Lock()
         self._weights: str | None = ""
@@ -166,7 +169,7 @@ class Replicas:
                 if folder not in self._loaded:
                     await self._load(folder)
                 self._loaded.move_to_end(folder)
-            yield self._loaded[folder]
+            yield folder
         finally:
             self._users[folder] -= 1
             if not self._users[folder]:
@@ -205,7 +208,7 @@ class Replicas:
         await self._send(weights)
         for each in idle:
             del self._loaded[each]
-        self._loaded[folder] = folder
+        self._loaded[folder] = None
 
     async def _send(self, weights: dict[str, Tensor]) -> None:
         """Send tensors to all servers, which attest them before the new version serves."""
