@@ -61,6 +61,8 @@ class Session:
         self._logprobs: tuple[float, ...] = ()
         self._versions: tuple[int, ...] = ()
         self._experts: list[RoutedToken] = []
+        self._num_added = 0
+        """Tokens that images have in addition to their placeholder ids, as far as the server reported experts."""
         self._generate_s = 0.0
         self._last: TokenOutput | None = None
         self.num_turns = 0
@@ -94,7 +96,10 @@ class Session:
             raise FailureError(
                 Failure(kind=FailureKind.GENERATION, stage="generate", message=reason, is_retryable=True)
             )
-        add_experts(self._experts, len(request.prompt_token_ids), output)
+        if output.routed_experts and request.images:  # one entry for each token of an image, which is one id here
+            num_fed = len(request.prompt_token_ids) + len(output.token_ids) - 1
+            self._num_added = max(0, len(output.routed_experts) - num_fed)
+        add_experts(self._experts, len(request.prompt_token_ids) + self._num_added, output)
         start_at = len(request.prompt_token_ids)
         self._sampled_spans.append((start_at, start_at + len(output.token_ids)))
         self._token_ids += tuple(output.token_ids)
@@ -171,7 +176,7 @@ class Session:
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             num_turns=self.num_turns,
-            routed_experts=finished(self._experts, len(self._prompt_token_ids) + self.num_tokens),
+            routed_experts=finished(self._experts, len(self._prompt_token_ids) + self._num_added + self.num_tokens),
             images=tuple(self._images),
             metrics={"generate_s": self._generate_s, **(metrics or {})},
             extra_fields=dict(extra_fields or {}),

@@ -69,7 +69,8 @@ def _check_mask(output: AgentLoopOutput) -> None:
 def _check_experts(output: AgentLoopOutput) -> None:
     experts = output.routed_experts
     num_fed = len(output.prompt_token_ids) + len(output.completion_token_ids) - 1
-    if len(experts) not in (0, num_fed):
+    has_more = bool(output.images) and len(experts) > num_fed  # an image is one id, and has an entry for each token
+    if len(experts) not in (0, num_fed) and not has_more:
         raise OutputError(f"routed_experts has {len(experts)} entries for {num_fed} tokens, the last one left out")
     shapes = {tuple(map(len, token)) for token in experts if token}
     if len(shapes) > 1 or any(len(set(shape)) > 1 for shape in shapes):

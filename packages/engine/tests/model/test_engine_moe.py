@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_engine import BatchError, ConfigError, EngineConfig, OptimizerConfig, Precision, create_engine
 from rl_engine.losses import sft_loss
@@ -47,6 +48,69 @@ def test_losses_and_step_are_those_of_the_whole_batch(tmp_path, backend, is_norm
             grad = want["gradients"][name]
             torch.testing.assert_close(before[name] - tensor, grad / (grad.abs() + 1), rtol=1e-4, atol=1e-7)
         engine.close()
+
+
+SIGMOIDS = {
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+    "deepseek_v3": {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "head_dim": 4,
+                    "q_lora_rank": 24, "num_mtp_layers": 0, "routed_scaling_factor": 2.5},
+}  # fmt: skip
+
+
+def write_sigmoids(folder, kind):
+    """One dense layer before those of the oracle's rows; a bias that changes the choice."""
+    torch.manual_seed(3)
+    sizes = oracle.SIZES | {"num_hidden_layers": 1 + oracle.LAYERS, "n_routed_experts": oracle.EXPERTS} | SIGMOIDS[kind]
+    sizes |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    config = AutoConfig.for_model(kind, **{key: value for key, value in sizes.items() if key != "num_experts"})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.weight.data.normal_(std=0.2)
+        layer.mlp.gate.e_score_correction_bias.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+def replayed(folder, rows):
+    """Loss, gradient norm and log-probs of a plain model that takes the rows' experts (2412.19437, section 2.1.2)."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    for index, layer in enumerate(model.model.layers[1:]):
+
+        def replace(gate, _, output, index=index):
+            chosen = wanted[-1][:, index]
+            weights = output[0].sigmoid().gather(1, chosen)
+            return output[0], weights / weights.sum(-1, keepdim=True) * gate.routed_scaling_factor, chosen
+
+        layer.mlp.gate.register_forward_hook(replace)
+    total, tokens, logprobs, wanted = 0.0, 0, [], []
+    for prompt, completion, routed in rows:
+        wanted.append(torch.tensor(routed))
+        logits = model(torch.tensor([prompt + completion[:-1]])).logits[0, len(prompt) - 1 :]
+        logprobs.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+        total, tokens = total - logprobs[-1].sum(), tokens + len(completion)
+    (total / tokens).backward()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+    return float(total.detach() / tokens), float(norm), [each.detach() for each in logprobs]
+
+
+@pytest.mark.process
+@pytest.mark.promise("router replay with routers by sigmoids")
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+@pytest.mark.parametrize("kind", SIGMOIDS)
+def test_experts_of_routers_by_sigmoids_are_replayed(tmp_path, backend, kind):
+    folder, rows = write_sigmoids(tmp_path, kind), oracle.draw_rows()
+    loss, norm, logprobs = replayed(folder, rows)
+    for changes in ({}, {"max_tokens_per_gpu": 30, "activation_checkpointing": True}):
+        engine = built(backend, folder, **changes)
+        output = engine.forward_backward_batch(oracle.batch_of(rows, is_routed=True), sft_loss)
+        for got, expected in zip(output.columns["logprobs"].unbind(), logprobs, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        assert output.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        assert engine.optimizer_step() == pytest.approx(norm, rel=1e-4)
+        engine.close()
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef is 0.1 .* by sigmoids, whose bias evens out the load"):
+        create_engine(backend, EngineConfig(model_path=str(folder), router_aux_loss_coef=0.1)).check(1)
 
 
 def test_other_experts_change_scores_and_the_same_do_not(tmp_path):

@@ -68,10 +68,10 @@ class ImagePreparer:
         given = _given(request.prompt_token_ids, request.sampled_spans)
         if given[-1] == self.token_id:
             raise RequestError(f"request {request.request_id!r}: the prompt ends with an image; let a token follow it")
-        if request.returns_prompt_logprobs or request.returns_routed_experts:
+        if request.returns_prompt_logprobs:
             raise RequestError(
-                f"request {request.request_id!r}: of a prompt with images, neither returns_prompt_logprobs nor "
-                "returns_routed_experts can be had; leave them out"
+                f"request {request.request_id!r}: of a prompt with images, returns_prompt_logprobs cannot be had; "
+                "leave it out"
             )
         pictures = [_decoded(request.request_id, index, url) for index, url in enumerate(request.images)]
         found = self._processor(images=pictures, return_tensors="pt")

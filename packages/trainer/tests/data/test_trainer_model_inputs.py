@@ -20,7 +20,7 @@ from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.pipeline.rollout_source import RolloutSource
-from rl_trainer.planning.preflight import check, check_model
+from rl_trainer.planning.preflight import check_model
 from rl_trainer.rewards import Score
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
@@ -222,16 +222,6 @@ def test_tokens_without_experts_are_told_and_never_replayed():
         half = dataclasses.replace(whole, routed_experts=experts)
         with pytest.raises(TrainerError, match=f"of a trajectory of 3 tokens the server reported the experts of {len([e for e in experts if e])}"):  # fmt: skip  # noqa: E501
             to_columns([(7, [(half, NOTHING)], None)], has_experts=True)
-
-
-def test_experts_of_prompts_with_images_are_not_replayed():
-    config = load_config("quickstart", ["engine.router_replay=true"])
-    with pytest.raises(InputError, match="they do not return those of prompts with images or videos"):
-        check(
-            config,
-            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "data_source": "reasoning_gym/mine"}],
-        )
-    check(config, [{"prompt": [{"role": "user", "content": "1"}], "data_source": "reasoning_gym/mine"}])
 
 
 def test_a_model_without_experts_has_none_to_replay(tmp_path):

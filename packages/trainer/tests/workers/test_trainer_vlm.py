@@ -31,7 +31,7 @@ def picture(colour, draw):
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def trained(folder, steps, *overrides, column="images"):
+def trained(folder, steps, *overrides, column="images", **model):
     """The summary and the records of a run; a video is one of three pictures, of which two are shown."""
     draw = random.Random(0)
     place = {"type": "image"} if column == "images" else {"type": "video", "nframes": 2}
@@ -49,7 +49,7 @@ def trained(folder, steps, *overrides, column="images"):
     (folder / "rewards.py").write_text(REWARD)
     sizes = ["data.eval_size=32", "data.max_prompt_tokens=64", "rollout.max_model_len=128", "rollout.max_new_tokens=1"]
     sizes += ["batch.batch_size=8", "batch.mini_batch_size=8", "batch.group_size=8", f"steps={steps}", "eval_every=0"]
-    model = write_tiny_vl_model(folder / "model")
+    model = write_tiny_vl_model(folder / "model", **model)
     where = [f"data.path={folder / 'rows.jsonl'}", f"model.path={model}", f"output_dir={folder / 'out'}"]
     reward = [f"reward.path={folder / 'rewards.py'}:names_the_colour", "engine.precision=float32"]
     settings = ["runtime=inline", "save_every=0", "timeout_s=240", *sizes, *where, *reward, *overrides]
@@ -65,6 +65,21 @@ def test_a_step_on_images_and_on_the_frames_of_videos(tmp_path, column):
     metrics = records[1]["metrics"]
     assert metrics["grad_norm"] > 0
     assert metrics["mismatch_abs"] < 1e-4
+
+
+def test_experts_of_image_prompts_are_replayed(tmp_path):
+    """The server computes in float32, the engine in bfloat16: many routers of a random model are near ties."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "family": "qwen3_vl_moe"}
+
+    def mismatch(replays):
+        folder = tmp_path / replays
+        folder.mkdir()
+        how = [f"engine.router_replay={replays}", "engine.precision=bfloat16", "rollout.max_new_tokens=32"]
+        _, records = trained(folder, 1, *how, **sizes)
+        return records[1]["metrics"]["mismatch_k3"]
+
+    replayed, chosen_anew = mismatch("true"), mismatch("false")
+    assert 0 < replayed < 0.5 * chosen_anew
 
 
 @pytest.mark.slow

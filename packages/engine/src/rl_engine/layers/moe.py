@@ -6,6 +6,7 @@ Legend: `T` tokens fed, `L` layers with experts, `E` experts, `K` experts of a t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from rl_engine.batch.row_batch import RowBatch
 
 
+_BIAS = "e_score_correction_bias"
+"""Of a router that chooses by sigmoids."""
+_TINY = 1e-20  # as transformers adds to the sum of weights
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Sizes of a mixture: expert layers, experts, experts of a token."""
@@ -30,6 +36,8 @@ class Experts:
     """E."""
     top_k: int
     """K."""
+    is_sigmoid: bool = False
+    """Chosen by sigmoids and a bias per expert, which evens out the load itself (DeepSeek-V3, 2412.19437)."""
 
     def check(self, routed: Tensor) -> None:
         """Refuse a `routed_experts` column that is not one of this model.
@@ -143,6 +151,11 @@ def check_aux(coef: float, experts: Experts | None) -> None:
         raise ConfigError(
             f"router_aux_loss_coef is {coef} and the model has no router that it could even out. Set it to 0."
         )
+    if coef and experts is not None and experts.is_sigmoid:
+        raise ConfigError(
+            f"router_aux_loss_coef is {coef} and the model's routers choose by sigmoids, whose bias evens out the "
+            "load. Set it to 0."
+        )
 
 
 def check_replay(batch: RowBatch, experts: Experts | None) -> None:
@@ -167,12 +180,17 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.routing: Routing | None = None
-        self._is_normalised: dict[int, bool] = {}
+        self._rules: dict[int, _Rule] = {}
         found = [module for module in model.modules() if _is_router(module)]
         self.experts: Experts | None = None
         if found:
             first: Any = found[0]
-            self.experts = Experts(num_layers=len(found), num_experts=first.num_experts, top_k=first.top_k)
+            self.experts = Experts(
+                num_layers=len(found),
+                num_experts=first.num_experts,
+                top_k=first.top_k,
+                is_sigmoid=hasattr(first, _BIAS),
+            )
         for layer, module in enumerate(found):
             module.register_forward_hook(self._hook(layer))
 
@@ -192,26 +210,38 @@ class Routers:
     def _weights(self, layer: int, module: nn.Module, output: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> Tensor:
         """Weights of the replayed experts, by the router's own rule."""
         logits, weights, chosen = output
-        if layer not in self._is_normalised:
+        scale = getattr(module, "routed_scaling_factor", 1.0)
+        if layer not in self._rules:
             with torch.no_grad():  # a recomputed layer does not come here
-                rules = [_rule(logits, chosen, way) for way in (True, False)]
-            fits = [torch.allclose(rule, weights.to(rule.dtype), rtol=1e-2, atol=1e-3) for rule in rules]
-            if not any(fits):
+                made = [(_weighed(logits, chosen, rule) * scale, rule) for rule in _Rule]
+            fits = [rule for each, rule in made if torch.allclose(each, weights.to(each.dtype), rtol=1e-2, atol=1e-3)]
+            if not fits:
                 raise ConfigError(
-                    f"{type(module).__name__} weighs its experts by another rule than softmax, before or after the "
-                    "choice; routed_experts cannot be replayed on it. Drop the column."
+                    f"{type(module).__name__} weighs its experts by another rule than softmax or sigmoids, of all or "
+                    "of the chosen; routed_experts cannot be replayed on it. Drop the column."
                 )
-            self._is_normalised[layer] = fits[0]
-        return _rule(logits, wanted, self._is_normalised[layer]).to(weights.dtype)
+            self._rules[layer] = fits[0]
+        return (_weighed(logits, wanted, self._rules[layer]) * scale).to(weights.dtype)
 
 
-def _rule(logits: Tensor, chosen: Tensor, is_normalised: bool) -> Tensor:
-    """Softmax over the chosen experts, or over all of them."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    if is_normalised:
-        return logits.gather(1, chosen).softmax(-1, dtype=wide)
-    return logits.softmax(-1, dtype=wide).gather(1, chosen)
+class _Rule(Enum):
+    """Weights of the chosen experts: by softmax or sigmoids of the logits, and whether they sum to 1."""
+
+    SOFTMAX_OF_CHOSEN = "softmax", True
+    SOFTMAX = "softmax", False
+    SIGMOID_OF_CHOSEN = "sigmoid", True
+    SIGMOID = "sigmoid", False
+
+
+def _weighed(logits: Tensor, chosen: Tensor, rule: _Rule) -> Tensor:
+    """(T, K) weights of the chosen experts, float32 or wider."""
+    score, is_normalised = rule.value
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    found = (wide.sigmoid() if score == "sigmoid" else wide.softmax(-1)).gather(1, chosen)
+    return found / (found.sum(-1, keepdim=True) + _TINY) if is_normalised else found
 
 
 def _is_router(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("TopKRouter") and hasattr(module, "top_k") and hasattr(module, "num_experts")
+    name = type(module).__name__
+    is_one = name.endswith("TopKRouter") or (name.endswith("TopkRouter") and hasattr(module, _BIAS))
+    return is_one and hasattr(module, "top_k") and hasattr(module, "num_experts")

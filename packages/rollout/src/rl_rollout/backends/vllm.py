@@ -244,7 +244,8 @@ class VllmServer(ExternalServer):
         if images is not None:
             body["features"] = features_of(images)
         if request.has_extras:  # chunks do not carry them
-            return read_answer(request, await self.upstream.call("POST", GENERATE, body))
+            layers = expert_layers(self.model_config) if request.returns_routed_experts else ()
+            return read_answer(request, await self.upstream.call("POST", GENERATE, body), layers)
         body["stream"] = True
         body["sampling_params"]["stream_interval"] = STREAM_TOKENS
         async with aclosing(self.upstream.events(GENERATE, body)) as events:
@@ -399,8 +400,8 @@ def lora_arguments(adapters: Sequence[Adapter]) -> list[str]:
     return ["--enable-lora", "--max-loras", slots, "--max-lora-rank", str(room), "--lora-modules", *modules]
 
 
-def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
-    """Output of one request, from vLLM's response."""
+def read_answer(request: GenerateRequest, answer: Mapping[str, Any], layers: Sequence[int] = ()) -> TokenOutput:
+    """Output of one request, from vLLM's response; `layers` have the experts that it may have asked for."""
     choice = answer["choices"][0]
     ids = tuple(choice["token_ids"] or ())
     if not ids:
@@ -413,7 +414,7 @@ def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOut
         rows = zip(answer["prompt_logprobs"][1:], request.prompt_token_ids[1:], strict=True)
         extras["prompt_logprobs"] = tuple(as_logprob(row[str(token)]["logprob"]) for row, token in rows)
     if request.returns_routed_experts:
-        extras["routed_experts"] = read_experts(choice["routed_experts"])
+        extras["routed_experts"] = read_experts(choice["routed_experts"], layers)
     return TokenOutput(
         request_id=request.request_id,
         token_ids=ids,
@@ -451,12 +452,22 @@ def most_likely(found: Sequence[Mapping[str, Any]], count: int) -> tuple[tuple[i
     return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
 
 
-def read_experts(encoded: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Routed experts [tokens][layers][experts], decoded from base64 of a .npy file."""
+def expert_layers(model_config: Mapping[str, Any]) -> list[int]:
+    """Layers with experts of a model's config.json: vLLM returns rows for the dense ones too."""
+    values = model_config.get("text_config") or model_config
+    layers, step = range(values["num_hidden_layers"]), values.get("decoder_sparse_step") or 1
+    if kinds := values.get("mlp_layer_types"):
+        return [layer for layer in layers if kinds[layer] == "sparse"]
+    first, dense = values.get("first_k_dense_replace") or 0, values.get("mlp_only_layers") or ()
+    return [layer for layer in layers if layer >= first and layer not in dense and (layer + 1) % step == 0]
+
+
+def read_experts(encoded: str, layers: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Routed experts [tokens][layers][experts] of these layers, decoded from base64 of a .npy file."""
     import numpy as np  # needed for this alone
 
     array: Any = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    return tuple(tuple(map(tuple, token)) for token in array.tolist())
+    return tuple(tuple(map(tuple, token)) for token in array[:, layers].tolist())
 
 
 RAW_VIEW = 3

@@ -49,7 +49,7 @@ def write_tiny_vl_model(
 
     Args:
         folder: Written to; made if it is not there.
-        family: `qwen2_5_vl` or `qwen3_vl`.
+        family: `qwen2_5_vl`, `qwen3_vl` or `qwen3_vl_moe`.
         seed: Seed of the weights.
         patch_size: Pixels of a patch's side; an image has a feature for each two by two of them.
         **overrides: Fields of the language model's config.
@@ -69,11 +69,11 @@ def write_tiny_vl_model(
     vision |= {
         "qwen2_5_vl": {"window_size": 4 * patch_size, "fullatt_block_indexes": [1]},
         "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
-    }[family]
+    }[family.removesuffix("_moe")]
     half = text["head_dim"] // 2
-    sections = {"qwen2_5_vl": [half // 4, half // 4, half // 2], "qwen3_vl": [half // 2, half // 4, half // 4]}[family]
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
-    if family == "qwen3_vl":
+    sections = {"qwen2_5_vl": [half // 4, half // 4, half // 2], "qwen3_vl": [half // 2, half // 4, half // 4]}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections[family.removesuffix("_moe")]}
+    if family.startswith("qwen3_vl"):
         rope["mrope_interleaved"] = True
     ids = {
         f"{name}_token_id": vocab_size - len(VISION) + index

@@ -299,6 +299,37 @@ def test_a_chat_with_image_urls(served):
         run(ask("https://example.com/cat.png"))
 
 
+@pytest.mark.process
+def test_experts_of_image_prompts_are_those_of_a_forward_pass(tmp_path):
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = write_tiny_vl_model(tmp_path / "model", family="qwen3_vl_moe", **sizes)
+    ids, images = CASES[1]
+    asked = replace(request_of("asks", ids, images, max_new_tokens=6), returns_routed_experts=True)
+
+    async def scenario():
+        server = create_server("embedded", ServerConfig(model_path=str(folder), num_threads=1))
+        await server.start()
+        try:
+            return await asyncio.gather(server.generate(asked), server.generate(request_of("not", ids, images)))
+        finally:
+            await server.stop()
+
+    output, _ = asyncio.run(scenario())
+    files = [Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))) for url in images]
+    inputs = dict(AutoImageProcessor.from_pretrained(folder)(images=files, return_tensors="pt"))
+    counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
+    row = torch.tensor([[*written_out(ids, counts), *output.token_ids[:-1]]])
+    model, found = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda *call: found.append(call[2][2]))
+    with torch.inference_mode():
+        model(row, mm_token_type_ids=(row == IMAGE).int(), **inputs)
+    assert torch.tensor(output.routed_experts).equal(torch.stack(found, dim=1))
+
+
 def test_images_that_do_not_fit_are_refused(served):
     run, server, _ = served
     ids, images = CASES[0]

@@ -24,7 +24,7 @@ from rl_rollout import (
     create_server,
 )
 from rl_rollout.backends.external.upstream import Upstream
-from rl_rollout.backends.vllm import most_likely, read_experts
+from rl_rollout.backends.vllm import expert_layers, most_likely, read_experts
 from rl_rollout.validation import check_length, versions_of
 
 
@@ -92,8 +92,24 @@ def test_what_has_no_logprob_is_not_among_the_most_likely():
 def test_routed_experts_are_read_from_npy():
     file = io.BytesIO()
     np.save(file, np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
-    experts = read_experts(base64.b64encode(file.getvalue()).decode())
-    assert experts == (((0, 1), (2, 3)), ((4, 5), (6, 7)), ((8, 9), (10, 11)))
+    encoded = base64.b64encode(file.getvalue()).decode()
+    assert read_experts(encoded, [0, 1]) == (((0, 1), (2, 3)), ((4, 5), (6, 7)), ((8, 9), (10, 11)))
+    assert read_experts(encoded, [1]) == (((2, 3),), ((6, 7),), ((10, 11),))  # layer 0 is dense
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"first_k_dense_replace": 1}, [1, 2, 3]),
+        ({"mlp_only_layers": [2], "decoder_sparse_step": 1}, [0, 1, 3]),
+        ({"decoder_sparse_step": 2}, [1, 3]),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, [1, 2, 3]),
+        ({"text_config": {"num_hidden_layers": 2, "first_k_dense_replace": 1}}, [1]),
+    ],
+)
+def test_layers_with_experts_are_those_of_the_config(config, layers):
+    assert expert_layers({"num_hidden_layers": 4} | config) == layers
 
 
 def test_routed_experts_are_asked_of_the_runner_that_tells_them(qwen3_folder):

@@ -139,11 +139,6 @@ def check(
         )
     if config.teacher is not None:
         check_teacher(config.teacher, config.model.path)
-    if config.engine.router_replay and any(shows_images(row) for row in rows):
-        raise InputError(
-            "engine.router_replay=true takes the experts that the servers chose, and they do not return those of "
-            "prompts with images or videos, which rows of the data have; leave router_replay out, or those rows"
-        )
     _check_rollouts(config, rows)
     if config.output_dir is not None:
         check_output_dir(config, Path(config.output_dir), is_resumed=is_resumed)

@@ -220,10 +220,16 @@ class Architecture:
 
     @property
     def experts(self) -> Experts | None:
-        """Sizes of the mixture; None for a dense model, and for routers that are not replayed."""
-        if not self.num_experts or self.router != Router():
+        """Sizes of the mixture; None for a dense model, and for softmax routers by groups, which are not replayed."""
+        is_sigmoid = self.router.is_sigmoid
+        if not self.num_experts or not (is_sigmoid or self.router == Router()):
             return None
-        return Experts(num_layers=self.num_layers, num_experts=self.num_experts, top_k=self.top_k)
+        return Experts(
+            num_layers=self.num_layers - self.num_dense,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            is_sigmoid=is_sigmoid,
+        )
 
 
 def read_architecture(config: Any, head: Head, *, trains_mtp: bool = False) -> Architecture:

@@ -337,14 +337,18 @@ class RouterChoice:
 
     def __init__(self, layer: int, *, are_probabilities: bool) -> None:
         self.layer = layer
-        """Among those of the whole model."""
+        """Among those of the whole model that have experts."""
         self._are_probabilities = are_probabilities
         self.routing: Routing | None = None
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices of the experts to take; `scores` are logits, or probabilities where they come first."""
+        """Scores and indices of the experts to take.
+
+        `scores` are logits, probabilities where they come first, or sigmoids with their bias, whose values the router
+        does not use.
+        """
         wanted = None if self.routing is None else self.routing.choice(self.layer)
         if wanted is None:
             values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -432,8 +436,9 @@ class StageModel(GPTModel):
             delattr(self.ahead, _MTP_LAYER)
             self.ahead.transformer_layer = layer
         layers: Any = () if arch.experts is None else self.decoder.layers
-        for index, layer in enumerate(layers):
-            layer.mlp.router.router_replay = RouterChoice(first + index, are_probabilities=not arch.norm_top_k)
+        for number, layer in enumerate(layers, start=first - arch.num_dense):
+            if number >= 0:  # behind the dense layers
+                layer.mlp.router.router_replay = RouterChoice(number, are_probabilities=not arch.norm_top_k)
         if arch.router.num_groups > 1 and not arch.router.is_sigmoid:
             routers: list[Any] = [module for module in self.decoder.modules() if isinstance(module, TopKRouter)]
             for router in routers:
@@ -576,8 +581,8 @@ class Stage(Scorer):
 
     def _layer(self, layer: Any, hidden: Tensor, routing: Routing | None, arguments: dict[str, Any]) -> Tensor:
         """One layer; recomputed ones are given the routing of their own micro-batch again."""
-        if routing is not None:
-            layer.mlp.router.router_replay.routing = routing
+        if routing is not None and (router := getattr(layer.mlp, "router", None)) is not None:
+            router.router_replay.routing = routing
         with get_fp8_context(self.settings):
             return layer(hidden, **arguments)[0]
 

@@ -142,7 +142,7 @@ class StepRunner:
             row, positions = chunk.sequence.row, torch.arange(chunk.count, device=self._model.device)
             rows = torch.full_like(positions, row)
             self.batch_builder.choose_adapters(self._model, rows, self._special.adapted)
-            self._model.experts.is_on = False
+            self._model.experts.is_on = chunk.sequence.request.returns_routed_experts
             spans = [(row, 0, chunk.count)]
             batch = PagedBatch(
                 self._cache,
@@ -155,6 +155,7 @@ class StepRunner:
                 states=self._table.states,
             )
             self._model.prefill_seen(self._table.tokens[row, : chunk.count], seen, batch)
+            chunk.sequence.extras.note_tokens(0, None, self._model.experts.take())
             self._note_computed(chunk)
 
     def _verify(self, plan: Plan, drawn: np.ndarray, logits: Tensor) -> Drawn:
