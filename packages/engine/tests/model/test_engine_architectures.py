@@ -46,7 +46,14 @@ PACKED |= STATEFUL
 PARTED = ("qwen3_moe", "gpt_oss", *STATEFUL)  # prompts fed with every row: routers, and layers with state
 PADDED = {
     "mamba": {"state_size": 4},
-}
+    # sparse attention: a query sees the three tokens that its indexer likes best, without gradient of the choice
+    "deepseek_v32": {
+        "index_n_heads": 2, "index_head_dim": 8, "index_topk": 3, "q_lora_rank": 24, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "num_key_value_heads": 4, "head_dim": 4,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
 
 
 def folder_of(tmp_path, kind, changes):
