@@ -289,8 +289,9 @@ def dist_checkpoints(folder, rank, size, cases):
         engine = build(folder, kind, writer)
         engine.save_dist_checkpoint(folder / f"{case} weights")
         engine.close()
-        bare = AutoConfig.from_pretrained(folder / kind)
-        bare.save_pretrained(folder / f"{case} bare")
+        if rank == 0:
+            AutoConfig.from_pretrained(folder / kind).save_pretrained(folder / f"{case} bare")
+        dist.barrier()
         engine = build(folder, f"{case} bare", reader, dist_checkpoint=str(folder / f"{case} weights"))
         seen[case] = ranks.weights(engine)
         engine.close()
