@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rl_rollout.types import Capabilities, TokenChunk
+from rl_rollout.types import Capabilities, StoppedRequests, TokenChunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -174,6 +174,9 @@ class ServerGroup(RolloutServer):
 
     `generate` runs on one of them, and continues on another if that one is lost or removed. Other calls reach all.
     """
+
+    stopped: StoppedRequests
+    """Requests that `hold` has stopped, to be continued in another process."""
 
     @property
     @abstractmethod

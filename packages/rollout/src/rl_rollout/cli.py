@@ -41,7 +41,7 @@ FLAGS = {
     "num_threads": "CPU threads; 0 lets the backend choose",
     "device": "auto, cpu or cuda",
     "dtype": "auto, float32, bfloat16, float16",
-    "quantization": "format that weights are converted to after each update: none or int8 (embedded, on a CPU)",
+    "quantization": "format of weights after each update: none, int8 (embedded, vllm), fp8 or fp8_block (vllm)",
     "kv_cache_bytes": "most memory of keys and values; 0 chooses",
 }
 """Help texts of the flags, which are fields of `ServerConfig` of the same name."""

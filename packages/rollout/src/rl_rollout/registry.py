@@ -10,7 +10,7 @@ from rl_rollout.errors import BackendError, ConfigError
 from rl_rollout.validation import find_plugin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from importlib.metadata import EntryPoint
 
     from rl_rollout.base import HttpEndpoint, ReceiverSession, RolloutServer, ServerGroup, Subprocess
@@ -50,7 +50,7 @@ def _pip_line(entry: EntryPoint) -> str:
     return f"pip install '{entry.dist.name}{extra}'"
 
 
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "fp8", "fp8_block")
 """Values of `ServerConfig.quantization`."""
 
 
@@ -76,7 +76,7 @@ def check_config(config: ServerConfig) -> None:
         if getattr(config, name) < low:
             raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
     if config.quantization not in QUANTIZATIONS:
-        raise ConfigError(f"quantization={config.quantization!r} is unknown; use {' or '.join(QUANTIZATIONS)}")
+        raise ConfigError(f"quantization={config.quantization!r} is unknown; use one of {', '.join(QUANTIZATIONS)}")
     layout = config.parallel
     if min(layout.tp, layout.pp, layout.dp, layout.ep) < 1 or layout.tp * layout.dp % layout.ep:
         raise ConfigError(
@@ -111,6 +111,19 @@ def check_unused(config: ServerConfig, names: Sequence[str], why: str) -> None:
     for name in names:
         if getattr(config, name) != getattr(default, name):
             raise ConfigError(f"{name}={getattr(config, name)!r}: {why}; leave it out")
+
+
+def check_quantization(config: ServerConfig, backend: str, known: Iterable[str]) -> None:
+    """Check that a backend converts weights to the format that is asked for.
+
+    Raises:
+        ConfigError: it does not; names the formats that it has.
+    """
+    if config.quantization not in (there := ("none", *known)):
+        raise ConfigError(
+            f"quantization={config.quantization!r} is not one of backend {backend!r}, which has {', '.join(there)}; "
+            "choose one of these, or another backend (embedded has int8, vllm also fp8 and fp8_block)"
+        )
 
 
 def create_server(backend: str, config: ServerConfig) -> RolloutServer:

@@ -19,7 +19,7 @@ from rl_rollout.errors import (
     WeightUpdateError,
 )
 from rl_rollout.receiver import CkptReceiver
-from rl_rollout.types import FinishReason, ServerAddress, TokenChunk, TokenOutput
+from rl_rollout.types import FinishReason, ServerAddress, StoppedRequests, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
@@ -173,6 +173,7 @@ class Router(ServerGroup):
         """Held during a weight update and while a replica joins: it must not serve before it has the weights."""
         self._version: int | None = None
         self._in_flight: set[str] = set()
+        self.stopped = StoppedRequests()
         self._pause_mode: PauseMode | None = None
 
     @property
@@ -255,13 +256,16 @@ class Router(ServerGroup):
         """
         deadline = deadline_of(request)
         with self._entered(request):
-            done = TokenOutput.empty(request)
-            left: GenerateRequest | None = request
+            done = self.stopped.begun(request)
+            if done.token_ids and done.finish_reason is not FinishReason.ABORT:
+                return done
+            left = rest_of(request, done) if done.token_ids else request
             while left is not None:
                 part, is_last = await self._generate_part(left, deadline)
                 done = joined(done, part, num_prompt_tokens=len(request.prompt_token_ids))
                 if is_last:
                     return done
+                self.stopped.note(request, done)
                 left = rest_of(request, done)
             return replace(done, finish_reason=FinishReason.LENGTH)  # lost after the last token, before its reason
 
@@ -322,6 +326,7 @@ class Router(ServerGroup):
             yield
         finally:
             self._in_flight.discard(request.request_id)
+            self.stopped.end(request)
             self._turns.aborted.discard(request.request_id)
             self._turns.held.discard(request.request_id)
 
@@ -338,6 +343,7 @@ class Router(ServerGroup):
 
     async def hold(self) -> None:
         """See `ServerGroup`."""
+        self.stopped.forget()
         self._turns.is_held = True
         self._turns.held.update(self._in_flight)
         while busy := [s for s, load in self._turns.loads.items() if load and s.capabilities.pauses]:

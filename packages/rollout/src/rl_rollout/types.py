@@ -222,6 +222,45 @@ class TokenOutput:
         )
 
 
+class StoppedRequests:
+    """Tokens of requests that were stopped, by which requests of another process go on."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[tuple[int, ...], TokenOutput]] = {}
+        self._restored: dict[tuple[int, ...], list[TokenOutput]] = {}
+
+    def outputs(self) -> list[tuple[tuple[int, ...], TokenOutput]]:
+        """Prompt and tokens so far of each request that is not complete and was stopped at least once."""
+        return [*self._parts.values()]
+
+    def restore(self, outputs: Sequence[tuple[tuple[int, ...], TokenOutput]]) -> None:
+        """Have the next requests with these prompts begin with these tokens, of another process's `outputs`.
+
+        A request whose output has another finish reason than `abort` is answered with it.
+        """
+        for prompt, output in outputs:
+            self._restored.setdefault(prompt, []).append(output)
+
+    def forget(self) -> None:
+        """Drop the restored tokens that no request has taken."""
+        self._restored.clear()
+
+    def begun(self, request: GenerateRequest) -> TokenOutput:
+        """Tokens that a request begins with: restored ones of its prompt, or none."""
+        if not (outputs := self._restored.get(request.prompt_token_ids)):
+            return TokenOutput.empty(request)
+        self.note(request, outputs[-1])
+        return replace(outputs.pop(), request_id=request.request_id)
+
+    def note(self, request: GenerateRequest, done: TokenOutput) -> None:
+        """Note the tokens of a request that was stopped."""
+        self._parts[request.request_id] = request.prompt_token_ids, done
+
+    def end(self, request: GenerateRequest) -> None:
+        """Note the end of a request."""
+        self._parts.pop(request.request_id, None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
     """Slice of a tensor that one weight receiver of a server takes: a box in the coordinates of the whole tensor."""
@@ -366,8 +405,8 @@ class ServerConfig:
     """Dtype of weights and cache: `float32`, `bfloat16` or `float16`. `auto` is float32 on a CPU and bfloat16 on CUDA;
     third-party engines have rules of their own for it (vLLM takes bfloat16 for a model in float32)."""
     quantization: str = "none"
-    """Format that the server converts weights to after each update: `int8` (embedded, on a CPU); `none`: as they
-    were sent. Updates are received and verified before that."""
+    """Format that the server converts weights to after each update, which is received and verified as it was sent:
+    `int8` (embedded on a CPU, vllm), `fp8` with one scale or `fp8_block` with one per block (vllm on a GPU); `none`."""
     kv_cache_bytes: int = 0
     """Most memory of the KV cache, bytes; 0: a quarter of the machine's memory, or half of a CUDA device's free
     memory."""

@@ -319,6 +319,36 @@ def test_held_requests_go_on_from_the_tokens_that_they_have(ends):
     assert set(other.weight_versions) == {2}
 
 
+def test_held_tokens_go_on_in_another_process():
+    """Another router begins with them; an output that had ended is given as it was, and the rest is forgotten."""
+
+    async def scenario():
+        server = Halting()
+        router = await started(server)
+        task = asyncio.create_task(router.generate(request("r")))
+        await server.has_begun.wait()
+        await router.hold()
+        ((prompt, part),) = router.stopped.outputs()
+        task.cancel()
+        other = FakeServer()
+        again = await started(other)
+        ended = replace(part, finish_reason=FinishReason.STOP)
+        again.stopped.restore([(prompt, part), (prompt, ended)])
+        first, second = [await again.generate(request(name)) for name in ("one", "two")]
+        again.stopped.restore([(prompt, ended)])
+        await again.hold()
+        await again.release()
+        return prompt, part, first, second, again, other
+
+    prompt, part, first, second, again, other = asyncio.run(scenario())
+    assert (prompt, len(part.token_ids), part.finish_reason) == ((1, 2), 2, FinishReason.ABORT)
+    assert (first.token_ids, first.finish_reason) == (part.token_ids, FinishReason.STOP)
+    assert second.token_ids[:2] == part.token_ids
+    assert (second.logprobs[:2], second.weight_versions[:2]) == (part.logprobs, part.weight_versions)
+    assert [each.prompt_token_ids for each in other.requests] == [(1, 2, *part.token_ids)]
+    assert again.stopped.outputs() == []
+
+
 @pytest.mark.process
 def test_a_hold_in_the_middle_changes_no_token(long_folder):
     async def scenario():

@@ -26,6 +26,7 @@ from rl_trainer.errors import InputError
 from rl_trainer.inputs import changed, digest_inputs, digest_rows
 from rl_trainer.metrics import HeldGroup
 from rl_trainer.output_dir import write_whole
+from rl_trainer.workers.agent import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +41,8 @@ _OF_THE_PROCESS = ("output_dir", "resume_from")
 """Keys in which a resumed run always differs."""
 _ENGINE_MANIFEST = "manifest.json"
 """Manifest in each engine's folder, see `rl_engine.base.Engine.save_checkpoint`."""
+STOPPED_FILE = "stopped.json"
+"""File of a checkpoint with the completions that were stopped (`batch.over_sampling`)."""
 _FOLDERS = ("queue", "model", "reference", "policies/*/model", "policies/*/reference")
 """Folders of a checkpoint other than those of engines."""
 LOGS = ("metrics.jsonl", "prompts.jsonl")
@@ -257,6 +260,9 @@ def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None
     (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier attempt at the same step
     if state["held"] or state["history"].get("groups"):
         components.queue.snapshot(folder / "queue")
+    if state["config"]["batch"]["over_sampling"] and state["pending"]:
+        stopped = [asdict(each) for each in components.agents.stopped()]
+        write_whole(folder / STOPPED_FILE, json.dumps(stopped))
     for policy, own in components.by_policy.items():
         at = folder_of(folder, policy)
         own.actor.save_checkpoint(str(at / "engine"), state["step"])
@@ -266,6 +272,7 @@ def save(components: Components, folder: Path, state: Mapping[str, Any]) -> None
         if own.ema_reference is not None:
             own.ema_reference.save(at)
     files = (path for name in _FOLDERS for at in folder.glob(name) for path in at.rglob("*") if path.is_file())
+    files = (*files, *folder.glob(STOPPED_FILE))
     names = sorted(path.relative_to(folder).as_posix() for path in files)
     write_manifest(folder / STATE_FILE, state, digest_files(folder, names))
 
@@ -294,7 +301,10 @@ def finish(components: Components) -> None:
 
 
 def load(components: Components, folder: Path) -> None:
-    """Load the engines' state. The queue was served with its snapshot already."""
+    """Load the engines' state and stopped completions. The queue was served with its snapshot already."""
+    if (file := folder / STOPPED_FILE).is_file():
+        found: list[dict[str, Any]] = json.loads(file.read_text())
+        components.agents.restore([Stopped(**each) for each in found])
     for policy, own in components.by_policy.items():
         own.actor.load_checkpoint(str(folder_of(folder, policy) / "engine"))
         if own.critic is not None:

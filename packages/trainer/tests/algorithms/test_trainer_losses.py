@@ -45,6 +45,21 @@ def learned(lengths, *, ratios, advantages, old=-2.0, entropy=None, columns=None
     return total.item(), logprobs.grad, metrics
 
 
+def test_each_token_is_weighed_by_its_own_recorded_logprob():
+    """A completion of two versions, as over-sampling makes it: the sampler's log-probs of each token are its old ones.
+
+    Policy 0.5, 0.3, 0.2; version 1 had sampled the first two with 0.4 and 0.2, version 2 the last with 0.25. With
+    advantage 2 and clipping at 1.28 the ratios are 1.25, 1.5 -> 1.28, 0.8: loss -2 (1.25 + 1.28 + 0.8) = -6.66.
+    """
+    policy, recorded = [math.log(p) for p in (0.5, 0.3, 0.2)], [math.log(p) for p in (0.4, 0.2, 0.25)]
+    ratios = [math.exp(p + 2.0) for p in policy]  # `learned` adds log-probs of -2
+    columns = {"old_logprobs": torch.tensor(recorded)}
+    keys = {"old_logprobs": "rollout", "loss_options": {"clip_low": 0.2, "clip_high": 0.28}}
+    loss, grad, _ = learned([3], ratios=ratios, advantages=[2.0] * 3, columns=columns, **keys)
+    assert loss == pytest.approx(-6.66, abs=1e-5)
+    assert grad.tolist() == pytest.approx([-2.5, 0.0, -1.6], abs=1e-5)
+
+
 @pytest.mark.promise("Losses, masks and selections by hand, and by their papers' limits")
 def test_ce_gppo_by_hand():
     # Bounds 0.8 and 1.28. Token 1 fell with A < 0: 0.75 * 0.8 of it is kept; token 2 rose with A > 0: 1.28 of it. ppo

@@ -22,6 +22,7 @@ from rl_trainer.data import PromptOrder
 from rl_trainer.errors import ConfigError, InputError, PlanError
 from rl_trainer.pipeline.roles import actor_config, critic_config, frozen_config, is_offloaded, server_config
 from rl_trainer.pipeline.rollout_source import RolloutSource
+from rl_trainer.planning import gpus
 from rl_trainer.planning.gpus import resource_pools
 from rl_trainer.planning.preflight import check_backends, check_images, check_started, folder_facts
 from rl_trainer.runtime.network import address_of
@@ -347,11 +348,29 @@ def test_the_plan_says_what_receipts_of_int8_servers_are_of(folder):
         assert (words in dict(check_backends(load_config("quickstart", overrides)))["server"]) == is_said
 
 
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_int8_on_third_party_servers_is_refused_early(folder, backend):
-    overrides = [f"model.path={folder}", f"rollout.backend={backend}", "rollout.quantization=int8"]
-    with pytest.raises(ConfigError, match="quantization='int8'"):
+@pytest.mark.parametrize(
+    ("backend", "quantization", "words"),
+    [
+        ("sglang", "int8", "quantization='int8' is not one of backend 'sglang', which has none; choose"),
+        ("embedded", "fp8_block", "quantization='fp8_block' is not one of backend 'embedded', which has none, int8"),
+        ("vllm", "fp8", "rollout.quantization=fp8 takes a GPU, and there is none; choose int8"),
+    ],
+)
+def test_a_quantization_that_cannot_be_is_refused_early(folder, monkeypatch, backend, quantization, words):
+    monkeypatch.setattr(gpus, "local_gpus", lambda: 0)
+    overrides = [f"model.path={folder}", f"rollout.backend={backend}", f"rollout.quantization={quantization}"]
+    with pytest.raises(ConfigError, match=words):
         check_backends(load_config("quickstart", overrides))
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+def test_receipts_of_fp8_servers_are_of_what_was_sent(folder, monkeypatch, quantization):
+    """Whole tensors are verified as they come; slices would be compared with what vLLM computes with."""
+    monkeypatch.setattr(gpus, "local_gpus", lambda: 2)
+    overrides = [f"model.path={folder}", "rollout.backend=vllm", f"rollout.quantization={quantization}"]
+    told = dict(check_backends(load_config("quickstart", [*overrides, "runtime=ray"])))
+    assert f"receipts are of the weights before the server quantises them to {quantization}" in told["server"]
+    assert "takes whole tensors" in told["weights"]
 
 
 @pytest.mark.parametrize(

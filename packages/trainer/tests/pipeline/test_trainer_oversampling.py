@@ -21,6 +21,7 @@ from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.rewards import Score
 from rl_trainer.run import run
+from rl_trainer.samples import read_samples
 from rl_trainer.workers.agent import Job
 from rl_trainer.workers.loop_thread import LoopThread
 
@@ -244,6 +245,46 @@ def test_a_real_job_learns_from_every_prompt_once(model, tmp_path):
     left = {*state["pending"], *(group["row_index"] for group in state["held"])}
     assert len(left) == 4
     assert not left & set(rows)
-    resume = ["steps=4", f"resume_from={tmp_path / 'out' / 'checkpoint-3'}", f"output_dir={tmp_path / 'next'}"]
+    stopped = json.loads((tmp_path / "out" / "checkpoint-3" / "stopped.json").read_text())
+    assert stopped
+    assert {version for each in stopped for version in each["weight_versions"]} <= {1, 2, 3}
+    resume = [
+        "steps=4",
+        "tracking.keep_samples=true",
+        f"resume_from={tmp_path / 'out' / 'checkpoint-3'}",
+        f"output_dir={tmp_path / 'next'}",
+    ]
     run(load_config("quickstart", [*settings, *resume]), Console(quiet=True))
     assert left == set(json.loads((tmp_path / "next" / "prompts.jsonl").read_text().splitlines()[-1])["rows"])
+    rows = read_samples(tmp_path / "next", steps=[4]).to_pylist()
+    made = [(row["completion_token_ids"], row["weight_version_min"], row["rollout_logprobs"]) for row in rows]
+    for each in stopped:  # token by token as it was, also those that had ended
+        ids, oldest, num = each["token_ids"], min(each["weight_versions"]), len(each["token_ids"])
+        known = [logprobs[:num] for i, version, logprobs in made if (i[:num], version) == (ids, oldest)]
+        assert any(logprobs == pytest.approx(each["logprobs"], abs=1e-6) for logprobs in known), each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "keys", "oldest"),
+    [
+        ("quickstart", ["runtime=ray", "pipeline=one_step_off"], 2),
+        ("quickstart", ["runtime=ray", "rollout.colocated=true"], 1),
+        ("tool_calculator", ["runtime=inline", "rollout.max_new_tokens=24"], 1),
+    ],
+    ids=["one_step_off", "colocated", "turns"],
+)
+def test_stopped_completions_go_on_in_every_schedule(tmp_path, recipe, keys, oldest):
+    """On Ray with a batch ahead, on shared memory that servers leave in between, and between the turns of a loop."""
+    settings = ["steps=3", "eval_every=0", "data.eval_size=4", "data.options.num_rows=200", "timeout_s=300"]
+    settings += ["model.warmup.steps=4", f"output_dir={tmp_path / 'out'}", *SIZES, "batch.over_sampling=1", *keys]
+    run(load_config(recipe, settings), Console(quiet=True))
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [record["failures"] for record in records] == [{}] * 3
+    assert all(record["metrics"]["stopped_groups"] for record in records)
+    ages = [record["metrics"]["staleness_max"] for record in records]
+    assert 1 <= max(ages) <= oldest
+    assert all(record["metrics"]["grad_norm"] >= 0 for record in records)
+    steps = [json.loads(line)["rows"] for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+    rows = [row for step in steps for row in step]
+    assert len(rows) == len(set(rows)) == 12

@@ -20,7 +20,7 @@ import tempfile
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
 
@@ -102,6 +102,11 @@ class VllmServer(ExternalServer):
     """
 
     worker_title = "VLLM::"
+    quantizations: ClassVar = {
+        "int8": ("--quantization", "int8_per_channel_weight_only"),
+        "fp8": ("--quantization", "fp8_per_tensor"),
+        "fp8_block": ("--quantization", "fp8_per_block"),
+    }
 
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, OPTIONS, "vllm")
@@ -111,6 +116,11 @@ class VllmServer(ExternalServer):
                 "choose among GPUs with the option env={'CUDA_VISIBLE_DEVICES': '0'}"
             )
         super().__init__(config, engine_name="vllm")
+        if self._is_converted and config.dtype == "float32":
+            raise ConfigError(
+                f"quantization={config.quantization!r}: vLLM converts weights in bfloat16 or float16, and dtype is "
+                "float32; set dtype=bfloat16 (rollout.dtype of rl-train)"
+            )
         check_arguments(self.arguments, LAYOUT_ARGUMENTS)
         self._layout = layout_arguments(config.parallel)
         self._has_vision = has_vision(self.model_config)
@@ -146,8 +156,8 @@ class VllmServer(ExternalServer):
             updates_adapters=self.config.parallel.pp == 1,
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
-            takes_slices=True,
-            attests_weights=not self._is_spread,
+            takes_slices=not self._is_converted,
+            attests_weights=not self._is_spread and not self._is_converted,
             structured="restricted" if self._has_tokenizer else "none",
         )
 
@@ -155,6 +165,11 @@ class VllmServer(ExternalServer):
     def _has_tokenizer(self) -> bool:
         """Whether vLLM gets a tokenizer, which structured outputs and vision towers need."""
         return self._has_vision or (Path(self.config.model_path) / "tokenizer.json").is_file()
+
+    @property
+    def _is_converted(self) -> bool:
+        """Whether vLLM holds other numbers than were sent, which are verified before, and cannot be compared after."""
+        return self.config.quantization != "none"
 
     @property
     def _is_spread(self) -> bool:
@@ -196,6 +211,7 @@ class VllmServer(ExternalServer):
             # Where there is a vision tower, vLLM needs the tokenizer at start, to try it with placeholders of its own.
             *(VISION_ARGUMENTS if self._has_vision else ()),
             *(() if self._has_tokenizer else ("--skip-tokenizer-init",)),
+            *self.quantizations.get(config.quantization, ()),
             *(*self._layout, *memory, *lora_arguments([*self._room.values()] or [*self.adapters.values()])),
             *self.arguments,
         ]
@@ -289,7 +305,7 @@ class VllmServer(ExternalServer):
     async def _open(self, address: str) -> None:
         """Have the workers open a session, if they are not in it."""
         if address not in self._sessions:
-            is_attested = address.startswith(SLICES) or not self._is_spread
+            is_attested = address.startswith(SLICES) or not (self._is_spread or self._is_converted)
             info: dict[str, Any] = {"url": address, "timeout_s": self.config.timeout_s, "attest": is_attested}
             info["landed"] = self._folder
             if self._room:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from rollout_servers import (
+    alone,
     fake_vllm_config,
     real_model,
     real_vllm,
@@ -14,10 +15,11 @@ from rollout_servers import (
 )
 
 from rl_rollout import (
+    ConfigError,
     ServerStartError,
     create_server,
 )
-from rl_rollout.testing import ServerConformance
+from rl_rollout.testing import ServerConformance, load_weights
 
 pytestmark = pytest.mark.process
 
@@ -90,3 +92,31 @@ def test_the_real_one_on_a_cpu_tells_no_routed_experts(tmp_path):
     server = create_server("vllm", real_vllm_config(folder, "--enable-return-routed-experts"))
     with pytest.raises(ServerStartError, match="Model Runner V2 requires Triton"):
         asyncio.run(server.start())
+
+
+@real_vllm
+def test_int8_of_the_real_one_converts_each_update(tmp_path, new_trainer):
+    """Log-probs after an update are near those of the new model, and not its own: vLLM has converted the update."""
+    first, second = (real_model(tmp_path / name, seed=seed) for name, seed in (("first", 0), ("second", 3)))
+    config = real_vllm_config(first, quantization="int8", dtype="bfloat16")
+    for served in serve("vllm", config, new_trainer(60), max_model_len=4096):
+        before = served.run(served.server.generate(request("before", prompt=tuple(range(3, 40)), max_new_tokens=1)))
+        served.run(served.update(served, load_weights(second), 1))
+        after = served.run(served.server.generate(request("after", prompt=tuple(range(3, 40)), max_new_tokens=1)))
+    want = alone(second, request("want", prompt=tuple(range(3, 40)), max_new_tokens=1))
+    assert after.weight_versions == (1,)
+    assert after.token_ids == want.token_ids != before.token_ids
+    assert 0 < abs(after.logprobs[0] - want.logprobs[0]) < 0.1
+
+
+def test_formats_of_vllm_are_its_arguments(qwen3_folder):
+    """Weights come whole, and are verified before they are converted."""
+    for quantization, argument in (("fp8", "fp8_per_tensor"), ("fp8_block", "fp8_per_block")):
+        server = create_server("vllm", fake_vllm_config(qwen3_folder, quantization=quantization, dtype="bfloat16"))
+        words = server.process.command
+        assert words[words.index("--quantization") + 1] == argument
+        can = server.capabilities
+        assert (can.updates_weights, can.takes_slices, can.attests_weights) == (True, False, False)
+        asyncio.run(server.stop())
+    with pytest.raises(ConfigError, match="vLLM converts weights in bfloat16 or float16, and dtype is float32"):
+        create_server("vllm", fake_vllm_config(qwen3_folder, quantization="fp8"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_trainer.errors import WorkerDiedError
 from rl_trainer.runtime.dispatch import cut
-from rl_trainer.workers.agent import AgentWorker, EvalReport, GroupReport, Job
+from rl_trainer.workers.agent import AgentWorker, EvalReport, GroupReport, Job, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -150,6 +150,19 @@ class AgentReplicas:
         """Stop generating on all members: `AgentWorker.hold`."""
         self._raise_unless_dead(self.replica_set.call(AgentWorker.hold, dict.fromkeys(self._running, ())))
         self.is_held = True
+
+    def stopped(self) -> list[Stopped]:
+        """Completions of running groups that the last `hold` has stopped: `AgentWorker.stopped`."""
+        answers = self.replica_set.call(AgentWorker.stopped, dict.fromkeys(self.replica_set.members, ()))
+        self._raise_unless_dead(answers)
+        found = [each for answer in answers.values() if isinstance(answer, list) for each in answer]
+        running = {None, *(group for groups in self._running.values() for group in groups)}
+        return [each for each in found if each.group_id in running]
+
+    def restore(self, stopped: list[Stopped]) -> None:
+        """Have rollouts go on with completions of an earlier process, whichever member has their row."""
+        arguments = dict.fromkeys(self._members(), (stopped,))
+        self._raise_unless_dead(self.replica_set.call(AgentWorker.restore, arguments))
 
     def release(self) -> None:
         """Continue what `hold` has stopped, if anything."""

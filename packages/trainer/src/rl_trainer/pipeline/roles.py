@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rl_trainer.config.schema import CriticSection, EngineSection, RoleSection, ServedModel, TeacherSection
 
 
-_ONE_GENERATION = ("single_turn", "reasoning_gym")
+ONE_GENERATION = ("single_turn", "reasoning_gym")
 """Loops whose completions are one generation, at most `rollout.max_new_tokens` long."""
 
 
@@ -94,7 +94,7 @@ def longest_sequence(config: Config) -> tuple[int, str]:
     A loop of several turns is bounded by its own `max_completion_tokens`, or else by what a server takes.
     """
     prompt, agent = config.data.max_prompt_tokens, config.agent
-    if agent.loop in _ONE_GENERATION:
+    if agent.loop in ONE_GENERATION:
         return prompt + config.rollout.max_new_tokens, "data.max_prompt_tokens + rollout.max_new_tokens"
     if (completion := agent.options.get("max_completion_tokens")) is not None:
         return prompt + int(completion), "data.max_prompt_tokens + agent.options.max_completion_tokens"
@@ -283,7 +283,8 @@ def server_config(config: Config, model_path: Path, adapter: Path | None = None)
     keys: dict[str, Any] = {f.name: getattr(config.rollout, f.name) for f in fields(ServerConfig)}
     if adapter is not None:
         keys["options"] = {**config.rollout.options, "adapters": {ADAPTER: str(adapter)}, "default_adapter": ADAPTER}
-    if config.rollout.dtype == "auto":
+    converts = config.rollout.backend != "embedded" and config.rollout.quantization != "none"
+    if config.rollout.dtype == "auto" and not converts:  # third-party servers then choose, none takes float32
         keys["dtype"] = str(config.engine.precision)
     keys |= {"model_path": str(model_path), "seed": config.seed, "timeout_s": config.timeout_s}
     return ServerConfig(**keys)

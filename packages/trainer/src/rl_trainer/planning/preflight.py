@@ -42,7 +42,7 @@ from rl_trainer.pipeline.roles import (
 )
 from rl_trainer.pipeline.weight_transfer import check_start_layers
 from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
-from rl_trainer.planning.gpus import check_ipc
+from rl_trainer.planning.gpus import check_ipc, count_gpus
 from rl_trainer.rewards.checks import check_rewards
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, has_votes, scheme_of
 from rl_trainer.runtime.profiling import check_profiler
@@ -377,9 +377,15 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
     )
     reason = why_gathered(config, can)
     is_attested = reason is None or can.attests_weights
-    weights = "new weights" if is_attested else "new weights, not attested with this rollout.parallel"
-    if config.rollout.quantization != "none":
-        weights += f" (receipts are of the weights before the server quantises them to {config.rollout.quantization})"
+    weights, quantization = "new weights", config.rollout.quantization
+    if quantization.startswith("fp8") and not count_gpus(config):
+        raise ConfigError(
+            f"rollout.quantization={quantization} takes a GPU, and there is none; choose int8, or leave it out"
+        )
+    if quantization == "none":
+        weights += "" if is_attested else ", not attested with this rollout.parallel"
+    else:
+        weights += f" (receipts are of the weights before the server quantises them to {quantization})"
     is_chain = config.weights.delta and not _has_votes(config)
     if reason is not None and (config.weights.mode == "sharded" or (config.weights.delta and not is_chain)):
         asked = "mode=sharded" if config.weights.mode == "sharded" else "delta=true"

@@ -21,8 +21,10 @@ from rl_agent.errors import AgentError, RowError
 from rl_agent.types import AgentLoopOutput, Failure, GroupResult, RolloutResult
 from rl_engine.registry import describe_model, describe_tokens
 from rl_rollout.errors import ServerLostError
+from rl_rollout.types import FinishReason, TokenOutput
 from rl_tq.errors import QueueFullError, StaleVersionError
 from rl_trainer.errors import DataError, TrainerError
+from rl_trainer.pipeline.roles import ONE_GENERATION
 from rl_trainer.plugins import loop_named
 from rl_trainer.rewards import Scorer, Thinking
 from rl_trainer.rewards.scorer import unusable_truth
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from rl_agent.types import Tokenizer
     from rl_engine.types import FolderTokens
     from rl_rollout.base import RolloutServer
-    from rl_rollout.types import GenerateRequest, ServerAddress, TokenOutput
+    from rl_rollout.types import GenerateRequest, ServerAddress
     from rl_tq.types import BatchMeta, Credit
     from rl_trainer.config import Config
     from rl_trainer.config.schema import AgentSection, RewardSection
@@ -71,6 +73,55 @@ class Job:
     """Number of workers that died while they ran it."""
     credit: Credit | None = None
     """The queue's credit for the group, which its put spends; None for an evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """Completion of a group that was stopped, as a checkpoint keeps it."""
+
+    policy: str
+    group_id: int | None
+    """Group of one that has ended; None: a request was stopped, whose group is running."""
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    weight_versions: Sequence[int]
+    finish_reason: str
+    """`abort` of one that goes on."""
+
+    @classmethod
+    def of(cls, policy: str, prompt: tuple[int, ...], output: TokenOutput, group_id: int | None = None) -> Stopped:
+        """The completion of a request's output."""
+        return cls(
+            policy=policy,
+            group_id=group_id,
+            prompt_token_ids=prompt,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            weight_versions=output.weight_versions,
+            finish_reason=str(output.finish_reason),
+        )
+
+    def output(self) -> tuple[tuple[int, ...], TokenOutput]:
+        """Prompt and output, as a router restores them."""
+        return tuple(self.prompt_token_ids), TokenOutput(
+            request_id="",
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            weight_versions=tuple(self.weight_versions),
+            finish_reason=FinishReason(self.finish_reason),
+        )
+
+
+def output_of(output: AgentLoopOutput) -> TokenOutput:
+    """Output of the request that a trajectory of one generation is."""
+    return TokenOutput(
+        request_id="",
+        token_ids=tuple(output.completion_token_ids),
+        logprobs=tuple(output.rollout_logprobs),
+        weight_versions=tuple(output.weight_versions),
+        finish_reason=FinishReason(output.finish_reason),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +314,9 @@ class AgentWorker:
         self._loop = LoopThread("agent")
         self._streams: list[Future[None]] = []
         self._outcomes = _Outcomes()
+        self._ended: dict[int, list[Stopped]] = {}
+        """Rollouts that have ended of each group that was not reported yet (`batch.over_sampling`)."""
+        self._stopped: list[Stopped] = []
         self._default = next(iter(model_paths))
         make = rl_agent.registry.create_tokenizer
         self._tokenizers = {policy: make(model_path) for policy, model_path in model_paths.items()}
@@ -325,12 +379,31 @@ class AgentWorker:
         self._streams = [stream for stream in self._streams if stream not in done]
         for stream in done:
             stream.result()
-        return [self._outcomes.take()]
+        report = self._outcomes.take()
+        for group in (*report.failed, *report.late, *(each.group_id for each in (*report.finished, *report.dropped))):
+            self._ended.pop(group, None)
+        return [report]
 
     def hold(self) -> None:
         """Stop generating; rollouts keep their state and their tokens, and continue at `release`."""
+        self._loop.run(self._hold(), self._timeout_s)
+
+    async def _hold(self) -> None:
         for replicas in self._replicas.values():
-            self._loop.run(replicas.router.hold(), self._timeout_s)
+            await replicas.router.hold()
+        if self._config.agent.loop in ONE_GENERATION:
+            self._stopped = [each for ended in self._ended.values() for each in ended]
+            for policy, replicas in self._replicas.items():
+                self._stopped += [Stopped.of(policy, *each) for each in replicas.router.stopped.outputs()]
+
+    def stopped(self) -> list[Stopped]:
+        """Completions of the groups that the last `hold` has stopped, finished ones among them; of one generation."""
+        return self._stopped
+
+    def restore(self, stopped: Sequence[Stopped]) -> None:
+        """Have the next rollouts with these prompts go on with these completions."""
+        for policy, replicas in self._replicas.items():
+            replicas.router.stopped.restore([each.output() for each in stopped if each.policy == policy])
 
     def release(self) -> None:
         """Continue the rollouts that `hold` has stopped, with the weights that the servers have now."""
@@ -353,12 +426,20 @@ class AgentWorker:
                 return group
             return await self._served_teacher.complete(group, self._meter.teacher_prompt(row))
 
+        async def grade(result: RolloutResult) -> RolloutResult:
+            graded = await grading.grade(result)
+            if self._config.batch.over_sampling and not isinstance(graded.outputs, Failure):
+                group = jobs[result.row_index].group_id
+                made = [(o.policy or self._default, o.prompt_token_ids, output_of(o), group) for o in graded.outputs]
+                self._ended.setdefault(group, []).extend(Stopped.of(*each) for each in made)
+            return graded
+
         finished = self._runner.run_groups(
             rows,
             sampling_params,
             group_size=num_sampled,
             positions=positions,
-            grade=grading.grade,
+            grade=grade,
             complete=complete,
         )
         try:

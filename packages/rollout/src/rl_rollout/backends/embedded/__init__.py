@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_rollout.errors import ConfigError, ModelFolderError
-from rl_rollout.registry import check_options, check_unused
+from rl_rollout.registry import check_options, check_quantization, check_unused
 from rl_rollout.validation import TOOL_PARSERS, check_device, find_plugin, read_adapter_config, read_model_config
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def create_server(config: ServerConfig) -> RolloutServer:
     """Server whose engine runs in a thread of this process."""
     check_embedded_options(config.options)
     check_device(config.device)
+    check_quantization(config, "embedded", ("int8",))
     check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
     from rl_rollout.backends.embedded.embedded_server import EmbeddedServer  # imports transformers and aiohttp
@@ -78,6 +79,7 @@ def create_server(config: ServerConfig) -> RolloutServer:
 def launch_server(config: ServerConfig) -> RolloutServer:
     """Client whose `start` launches `rl-serve --backend embedded` as a subprocess."""
     check_embedded_options(config.options)
+    check_quantization(config, "embedded", ("int8",))
     check_unused(config, ("parallel",), "the embedded engine computes on one device; take backend vllm or sglang")
     check_model_folder(config.model_path)
     from rl_rollout.http.http_server import LaunchedServer

@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_rollout.backends.external.calls import EngineCalls
 from rl_rollout.backends.external.inflight import ModelLimits, Requests
@@ -22,7 +22,7 @@ from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, UnsupportedError, WeightUpdateError
 from rl_rollout.http.endpoint import Endpoint
 from rl_rollout.process import ChildProcess
-from rl_rollout.registry import check_unused
+from rl_rollout.registry import check_quantization
 from rl_rollout.validation import check_adapter, check_extras, folder_tokens, read_model_config
 
 if TYPE_CHECKING:
@@ -43,11 +43,13 @@ class ExternalServer(RolloutServer, EngineCalls):
     """
 
     tells_progress = True
+    quantizations: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """By format of `ServerConfig.quantization` that it converts each update to, the arguments for it."""
     worker_title: str = ""
     """Beginning of the titles of the server's worker processes; empty: it has none, or watches them well itself."""
 
     def __init__(self, config: ServerConfig, *, engine_name: str) -> None:
-        check_unused(config, ("quantization",), "third-party servers that quantise weights take no new ones from a run")
+        check_quantization(config, engine_name, self.quantizations)
         self.model_config = model_config = read_model_config(config.model_path)
         self.config = config
         self.engine_name = engine_name
