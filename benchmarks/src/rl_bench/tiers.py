@@ -16,6 +16,10 @@ from hypothesis import HealthCheck, settings
 # is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
+# Workers of a parallel run share the cores: with a thread per core each, they would wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell's job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,6 +29,8 @@ settings.register_profile("workspace", deadline=None, suppress_health_check=[Hea
 settings.load_profile("workspace")
 
 OTHER_TIERS = frozenset(["process", "slow", "integration", "wheels", "gpu", "real"])
+_PROBES = ("uname", "fc-list")
+"""Programs of which `platform` and, once on a machine, matplotlib's cache of fonts ask."""
 MAX_SLEEP_S = 0.2
 """Seconds that a `core` test may sleep altogether: enough to poll a condition, too little to wait for time to pass."""
 
@@ -62,7 +68,7 @@ class Costs:
 
     def audit(self, event: str, arguments: tuple[object, ...]) -> None:
         """Count one event of `sys.addaudithook`."""
-        if event in {"subprocess.Popen", "os.fork", "os.posix_spawn"} and arguments[0] != "uname":  # `platform` asks it
+        if event in {"subprocess.Popen", "os.fork", "os.posix_spawn"} and arguments[0] not in _PROBES:
             self.processes.append(f"{event} {arguments[:2]}"[:200])
         elif event == "time.sleep":
             self.slept_s += float(arguments[0])  # type: ignore[arg-type]

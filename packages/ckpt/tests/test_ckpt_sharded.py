@@ -21,6 +21,8 @@ from rl_ckpt.tensors.digest_share import DigestShare, join_digest
 from rl_ckpt.testing import new_name
 from rl_ckpt.testing.helpers import until
 
+pytestmark = pytest.mark.process  # seconds of computation
+
 SHAPES = {"up": (17, 6), "down": (6, 17), "norm": (6,), "scale": (), "embed": (2048, 1030), "none": (0, 3)}
 TIMEOUT_S = 20.0
 

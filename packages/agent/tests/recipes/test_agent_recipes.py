@@ -4,6 +4,7 @@ import asyncio
 import math
 import shutil
 from collections import Counter
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ LOOPS = {
 HAS_BROWSER = shutil.which("chromium") is not None
 
 
+@cache
 def rows_of(name, seed=0, eval_size=12, **options):
     config = SimpleNamespace(format=name, eval_size=eval_size, options=options)
     return MODULES[name].rows(config, seed=seed)
@@ -39,9 +41,10 @@ def task_of(name, row):
     }[name]()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", MODULES)
 def test_rows_follow_from_the_seed_and_the_held_out_do_not(name):
-    first, again, other = rows_of(name), rows_of(name), rows_of(name, seed=1)
+    first, again, other = rows_of(name), rows_of.__wrapped__(name), rows_of(name, seed=1)
     assert first == again
     assert first.train != other.train
     assert first.eval == other.eval
@@ -50,6 +53,7 @@ def test_rows_follow_from_the_seed_and_the_held_out_do_not(name):
     assert sum(len(row["demonstrations"]) for row in first.train) == (8000 if name == "gui" else 2000)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["gym", "harness", "gui", "search"])
 def test_no_held_out_task_is_trained_on(name):
     held_out = {task_of(name, row) for row in rows_of(name, eval_size=24).eval}
@@ -91,8 +95,8 @@ def follow(name, rows):
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("gym", 40),
-        ("search", 40),
+        pytest.param("gym", 40, marks=pytest.mark.process),
+        pytest.param("search", 40, marks=pytest.mark.process),
         pytest.param("harness", 16, marks=pytest.mark.process),
         pytest.param(
             *("gui", 16),

@@ -9,6 +9,8 @@ from rl_engine import ConfigError, EngineConfig, MatmulPrecision, ModelFolderErr
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch
 
+pytestmark = pytest.mark.process  # seconds of computation
+
 SMALL = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,

@@ -26,6 +26,8 @@ from rl_engine import (
 from rl_engine.losses import sft_loss
 from rl_engine.testing import write_tiny_model
 
+pytestmark = pytest.mark.process  # seconds of computation
+
 SCRIPT = Path(__file__).parents[1] / "support" / "adapter_ranks.py"
 _spec = spec_from_file_location("adapter_ranks", SCRIPT)
 ranks = module_from_spec(_spec)

@@ -13,6 +13,8 @@ from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.rewards import Score
 from rl_trainer.workers.grading import Grading
 
+pytestmark = pytest.mark.process  # seconds of computation
+
 
 def nested(depth, kind):
     opening, closing = {"mapping": ('{"a": ', "}"), "list": ("[", "]")}[kind]

@@ -31,6 +31,7 @@ def run(folder, *words, timeout_s):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", [*RECIPES, "gui", "two_policies"])
 def test_a_recipe_makes_its_rows(name):
     config = load_config(name)

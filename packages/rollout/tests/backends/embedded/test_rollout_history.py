@@ -14,6 +14,8 @@ from rl_rollout.backends.embedded.scheduling import scheduler as scheduler_modul
 from rl_rollout.backends.embedded.scheduling.history import DraftHistory
 from rl_rollout.testing import FakeReceiver, load_weights, write_tiny_model
 
+pytestmark = pytest.mark.process  # seconds of computation
+
 DRAFTS = {"num_speculative_tokens": 6}
 KINDS = [
     {"temperature": 0.3},

@@ -25,6 +25,8 @@ from rl_rollout import (
 from rl_rollout.router import rest_of
 from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tiny_vl_model
 
+pytestmark = pytest.mark.process  # seconds of computation
+
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 START, IMAGE, VIDEO, END = 52, 53, 54, 55
 

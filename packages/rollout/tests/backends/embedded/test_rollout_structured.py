@@ -14,6 +14,8 @@ from rl_rollout.errors import RequestError, UnsupportedError
 from rl_rollout.testing import write_tiny_model
 from rl_rollout.types import structure_of
 
+pytestmark = pytest.mark.process  # seconds of computation
+
 LETTERS = "[a-f]{2,4}( [0-9]{1,3})?"
 
 
