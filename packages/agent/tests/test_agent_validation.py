@@ -21,6 +21,16 @@ def test_a_valid_trajectory_passes():
     validate_output(replace(VALID, reward=-1.5, turn_rewards=(0.0, 1.0)))
 
 
+def test_steps_take_the_place_of_tokens():
+    """One entry per denoising step, whose log-prob is that of a density."""
+    steps = replace(VALID, completion_token_ids=(), rollout_logprobs=(50.0, 0.0, 0.0, -3.0), columns={"latents": None})
+    validate_output(steps)
+    with pytest.raises(OutputError, match="weight_versions has 3 entries for 4 entries of loss_mask"):
+        validate_output(replace(steps, weight_versions=(0, 1, -1)))
+    with pytest.raises(OutputError, match=r"rollout_logprobs\[0\] is inf"):
+        validate_output(replace(steps, rollout_logprobs=(float("inf"), 0.0, 0.0, -3.0)))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

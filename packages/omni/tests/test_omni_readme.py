@@ -16,8 +16,9 @@ def test_the_example_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict = {"__name__": "page"}
     exec(compile(code, README, "exec"), names)
-    assert names["columns"]["latents"][0].shape == (5, 3, 8, 8)
-    assert torch.equal(names["outputs"][0].picture, names["outputs"][1].picture)  # of one seed
+    assert names["columns"]["latents"].shape == (5, 3, 8, 8)
+    first, second = names["outputs"]
+    assert torch.equal(first.columns["picture"], second.columns["picture"])  # of one seed
 
 
 def test_rewards_have_their_values():

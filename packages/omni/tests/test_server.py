@@ -1,11 +1,11 @@
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-from rl_omni import columns_of
 from rl_omni.pipeline import PipelineModel, load_pipeline
 from rl_omni.testing import write_tiny_pipeline
 from rl_rollout.errors import ConfigError, ModelFolderError, RequestError, ServerLostError, WeightUpdateError
@@ -50,11 +50,11 @@ def test_a_picture_has_a_log_prob_for_every_step(pipeline):
     assert output.finish_reason == FinishReason.STOP
     assert output.token_ids == ()
     assert (len(output.logprobs), output.weight_versions) == (STEPS, (0,) * STEPS)
-    assert output.latents.shape == (STEPS + 1, 3, 8, 8)
-    assert output.timesteps.tolist() == pytest.approx([1, 2 / 3, 1 / 3, 0])
-    assert output.picture.shape == (3, 8, 8)
-    assert 0 <= output.picture.min() <= output.picture.max() <= 1
-    assert torch.equal(output.picture, ((output.latents[-1] + 1) / 2).clamp(0, 1))
+    assert output.columns["latents"].shape == (STEPS + 1, 3, 8, 8)
+    assert output.columns["timesteps"].tolist() == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert output.columns["picture"].shape == (3, 8, 8)
+    assert 0 <= output.columns["picture"].min() <= output.columns["picture"].max() <= 1
+    assert torch.equal(output.columns["picture"], ((output.columns["latents"][-1] + 1) / 2).clamp(0, 1))
 
 
 def test_a_seed_decides_a_picture_whatever_its_batch(pipeline):
@@ -63,8 +63,8 @@ def test_a_seed_decides_a_picture_whatever_its_batch(pipeline):
         return alone, await asyncio.gather(*(server.generate(request(str(i), seed=i)) for i in range(5, 9)))
 
     alone, together = asyncio.run(served(pipeline, both))
-    torch.testing.assert_close(alone.picture, together[2].picture)
-    assert not torch.allclose(together[0].picture, together[1].picture)
+    torch.testing.assert_close(alone.columns["picture"], together[2].columns["picture"])
+    assert not torch.allclose(together[0].columns["picture"], together[1].columns["picture"])
 
 
 def test_an_aborted_picture_keeps_its_steps(pipeline):
@@ -77,9 +77,8 @@ def test_an_aborted_picture_keeps_its_steps(pipeline):
         return await running
 
     output = asyncio.run(served(pipeline, aborted))
-    assert (output.finish_reason, output.picture, output.logprobs) == (FinishReason.ABORT, None, ())
-    with pytest.raises(ValueError, match="finished pictures"):
-        columns_of([request()], [output])
+    assert (output.finish_reason, output.logprobs) == (FinishReason.ABORT, ())
+    assert "picture" not in output.columns
 
 
 def test_new_weights_serve_at_once_with_their_version(pipeline):
@@ -92,7 +91,7 @@ def test_new_weights_serve_at_once_with_their_version(pipeline):
 
     before, after = asyncio.run(served(pipeline, updated))
     assert after.weight_versions == (4,) * STEPS
-    assert not torch.allclose(before.picture, after.picture)
+    assert not torch.allclose(before.columns["picture"], after.columns["picture"])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_wrong_weights_leave_the_old_version_serving(pipeline, change, message):
         return before, await server.generate(request(seed=1))
 
     before, after = asyncio.run(served(pipeline, updated))
-    assert torch.equal(before.picture, after.picture)
+    assert torch.equal(before.columns["picture"], after.columns["picture"])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,26 @@ def test_a_wrong_option_is_refused(pipeline, options):
 def test_what_cannot_be_served_is_refused(pipeline, tmp_path):
     with pytest.raises(ModelFolderError, match=r"model_index\.json cannot be read"):
         create_server("diffusion", config_of(str(tmp_path)))
-    with pytest.raises(ConfigError, match="no latents"):
-        launch_server("diffusion", config_of(pipeline))
+    with pytest.raises(ConfigError, match="serves in float32"):
+        create_server("diffusion", replace(config_of(pipeline), dtype="bfloat16"))
+
+
+@pytest.mark.process
+def test_a_launched_server_paints_the_same_pictures(pipeline):
+    """In a process of its own, over HTTP: every column to the bit."""
+
+    async def painted():
+        server = launch_server("diffusion", config_of(pipeline))
+        await server.start()
+        try:
+            return await server.generate(request(seed=3))
+        finally:
+            await server.stop()
+
+    here, there = asyncio.run(served(pipeline, lambda server: server.generate(request(seed=3)))), asyncio.run(painted())
+    assert there == here
+    assert there.columns.keys() == here.columns.keys() == {"latents", "timesteps", "step_stds", "picture"}
+    assert all(torch.equal(there.columns[name], tensor) for name, tensor in here.columns.items())
 
 
 def test_stopping_ends_requests_in_flight(pipeline):
@@ -166,8 +183,8 @@ def test_a_vae_decodes_the_last_latents(tmp_path):
     vae.save_pretrained(write_tiny_pipeline(tmp_path) / "vae")
     output = asyncio.run(served(str(tmp_path), lambda server: server.generate(request(seed=1))))
     with torch.no_grad():
-        decoded = vae.decode(output.latents[-1:] / 0.5 + 0.1).sample[0]
-    torch.testing.assert_close(output.picture, ((decoded + 1) / 2).clamp(0, 1))
+        decoded = vae.decode(output.columns["latents"][-1:] / 0.5 + 0.1).sample[0]
+    torch.testing.assert_close(output.columns["picture"], ((decoded + 1) / 2).clamp(0, 1))
 
 
 def test_a_failing_step_of_a_cancelled_request_ends_no_server(pipeline, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_agent.errors import RowError, TemplateError, TokenizerError, described, is_foreign
@@ -421,8 +422,11 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise TokenizerError("loading a tokenizer needs transformers: pip install 'rl-agent[hf]'") from error
+    is_pipeline = Path(model_path, "model_index.json").is_file()  # of diffusers, whose parts have folders
     try:
-        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            model_path, subfolder="tokenizer" if is_pipeline else "", trust_remote_code=False
+        )
     except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"no tokenizer can be loaded from {model_path!r}: {error}") from error
 

@@ -127,7 +127,7 @@ class AgentLoopOutput:
     prompt_token_ids: tuple[int, ...]
     """P prompt ids."""
     completion_token_ids: tuple[int, ...]
-    """C ids: everything after the prompt."""
+    """C ids: everything after the prompt. Empty where the model generates no tokens (`columns`)."""
     loss_mask: tuple[int, ...]
     """C flags: 1 = the model wrote it."""
     rollout_logprobs: tuple[float, ...]
@@ -155,6 +155,10 @@ class AgentLoopOutput:
     """Further data of the loop that travels with the sample."""
     policy: str = ""
     """Name of the policy that generated it, of several; empty: the default one."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """Tensors by name that are generated in place of tokens, such as latents: columns of the queue, their first axis of
+    any length. Mask, log-probs and versions then have an entry for each of C steps, and a log-prob is that of a
+    density, which may be positive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,19 +21,23 @@ _MAX_LOGPROB = 1e-3
 def validate_output(output: AgentLoopOutput) -> None:
     """Check that a trajectory can be trained on.
 
-    One entry per completion token in every column; flags 0 or 1 with at least one 1; where the model wrote, a finite
-    log-prob that is not positive and a weight version from 0; elsewhere exactly 0.0 and -1; rewards finite, one per
-    turn where there are per-turn ones; routed experts, where there are such, of every token but the last and all alike.
+    One entry per completion token in every column, or per step where `columns` take the place of tokens; flags 0 or 1
+    with at least one 1; where the model wrote, a finite log-prob, not positive for a token, and a weight version from
+    0; elsewhere exactly 0.0 and -1; rewards finite, one per turn where there are per-turn ones; routed experts, where
+    there are such, of every token but the last and all alike.
 
     Raises:
         OutputError: names the field, the position and the value.
     """
     _check_ids("prompt_token_ids", output.prompt_token_ids)
-    _check_ids("completion_token_ids", output.completion_token_ids)
+    if output.completion_token_ids or not output.columns:
+        _check_ids("completion_token_ids", output.completion_token_ids)
+    num_tokens, what = len(output.completion_token_ids), "completion tokens"
+    if not num_tokens:
+        num_tokens, what = len(output.loss_mask), "entries of loss_mask"
     for name in ("loss_mask", "rollout_logprobs", "weight_versions"):
-        if len(getattr(output, name)) != len(output.completion_token_ids):
-            num_tokens = len(output.completion_token_ids)
-            raise OutputError(f"{name} has {len(getattr(output, name))} entries for {num_tokens} completion tokens")
+        if len(getattr(output, name)) != num_tokens:
+            raise OutputError(f"{name} has {len(getattr(output, name))} entries for {num_tokens} {what}")
     _check_mask(output)
     _check_experts(output)
     _check_summary(output)
@@ -48,9 +52,10 @@ def _check_ids(name: str, ids: Sequence[int]) -> None:
 
 def _check_mask(output: AgentLoopOutput) -> None:
     mask, logprobs, versions = output.loss_mask, output.rollout_logprobs, output.weight_versions
+    highest = _MAX_LOGPROB if output.completion_token_ids else math.inf
     for i, (flag, logprob, version) in enumerate(zip(mask, logprobs, versions, strict=True)):
         if flag == 1:
-            if not -math.inf < logprob <= _MAX_LOGPROB:
+            if not (math.isfinite(logprob) and logprob <= highest):
                 raise _error(
                     "rollout_logprobs", i, logprobs, "the model wrote this token, so it is finite and at most 0"
                 )

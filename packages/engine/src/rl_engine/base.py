@@ -65,6 +65,9 @@ class Engine(ABC):
     Every collective has a deadline. Not picklable; not thread-safe.
     """
 
+    batch_columns: tuple[str, ...] = ("prompt_token_ids", "completion_token_ids", "loss_mask")
+    """Columns that a batch needs."""
+
     @abstractmethod
     def check(self, world_size: int) -> dict[str, str]:
         """Refuse what `initialize` would refuse on that many ranks. Any process may ask, before there are ranks.

@@ -4,18 +4,15 @@ from rl_omni.base import Condition, FlowModel
 from rl_omni.errors import OmniError, PipelineError
 from rl_omni.rewards import colour_reward, colourfulness
 from rl_omni.sampler import SdeKind, logprobs_of, mean_of, noise_schedule
-from rl_omni.types import PictureOutput, columns_of
 
 __all__ = [
     "Condition",
     "FlowModel",
     "OmniError",
-    "PictureOutput",
     "PipelineError",
     "SdeKind",
     "colour_reward",
     "colourfulness",
-    "columns_of",
     "logprobs_of",
     "mean_of",
     "noise_schedule",

@@ -49,6 +49,7 @@ _USED = {
     "timeout_s",
 }  # fmt: skip
 _STEPS = ("step_stds", "loss_mask")
+_COLUMNS = ("prompt_token_ids", "latents", "timesteps", *_STEPS)
 
 
 def create(config: EngineConfig) -> Engine:
@@ -64,6 +65,8 @@ class DiffusionEngine(Engine):
     token is to a language model: `ModelOutput.logprobs` has one entry per step, and the loss functions of token
     policies fit. `max_tokens_per_gpu` bounds the denoising steps of one micro-batch, a row never being cut.
     """
+
+    batch_columns = _COLUMNS
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -187,7 +190,7 @@ class DiffusionEngine(Engine):
     def check_batch(self, data: TensorDict) -> None:
         """Check the columns of a batch."""
         _ = self._model
-        for name in ("prompt_token_ids", "latents", "timesteps", *_STEPS):
+        for name in _COLUMNS:
             if name not in data:
                 raise BatchError(f"the batch has no column {name}; it has {', '.join(sorted(map(str, data.keys())))}.")
         counts = {name: [len(each) for each in data[name].unbind()] for name in ("latents", "timesteps", *_STEPS)}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_omni.pictures import picture_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
+
+def colour(text: str, row: Mapping[str, Any]) -> float:
+    """`colour_reward` of a picture as a data URL; the row's ground truth is the colour, such as `0.8 0.2 0.2`."""
+    return colour_reward(picture_of(text), [float(each) for each in row["reward_model"]["ground_truth"].split()])
 
 
 def colour_reward(picture: Tensor, rgb: Sequence[float]) -> float:

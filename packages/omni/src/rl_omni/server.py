@@ -1,4 +1,4 @@
-"""Rollout server of flow-matching picture models, in this process; rollout backend `diffusion`.
+"""Rollout server of flow-matching picture models; rollout backend `diffusion`.
 
 Requests are batched by step: rows at different steps share a forward pass, and a request joins between two steps.
 Options: `num_steps` (10), `noise` (0.7), `sde` (flow_grpo or dance_grpo), `size` (latents per side; default: the
@@ -19,7 +19,6 @@ import torch
 from rl_omni.errors import PipelineError
 from rl_omni.pipeline import check_folder, load_pipeline, times_of
 from rl_omni.sampler import SdeKind, logprobs_of, mean_of, noise_schedule
-from rl_omni.types import PictureOutput
 from rl_rollout.base import RolloutServer
 from rl_rollout.errors import (
     ConfigError,
@@ -31,8 +30,8 @@ from rl_rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
-from rl_rollout.registry import check_options, check_unused
-from rl_rollout.types import Capabilities, FinishReason, SamplingParams, ServerAddress
+from rl_rollout.registry import check_options, check_unused, create_endpoint
+from rl_rollout.types import Capabilities, FinishReason, SamplingParams, ServerAddress, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +47,7 @@ _OPTIONS = {
     "sde": "noise schedule: flow_grpo or dance_grpo",
     "size": "latents per side",
 }
-_UNUSED = ("dtype", "kv_cache_bytes", "parallel", "api_token", "port", "num_threads")
+_UNUSED = ("kv_cache_bytes", "parallel", "num_threads")
 
 
 def create_server(config: ServerConfig) -> RolloutServer:
@@ -58,18 +57,6 @@ def create_server(config: ServerConfig) -> RolloutServer:
         ConfigError, ModelFolderError: an option or a component of the folder is not supported.
     """
     return DiffusionServer(config)
-
-
-def launch_server(config: ServerConfig) -> RolloutServer:
-    """Refuse to start a process: the HTTP endpoint of rl-rollout carries tokens, and no latents.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        f"backend 'diffusion' cannot serve {config.model_path} in a process of its own: rl-rollout's HTTP protocol has "
-        "no latents. Use create_server in the training process"
-    )
 
 
 def _is_number(value: Any, low: int, high: int, kind: type | tuple[type, ...]) -> bool:
@@ -85,13 +72,17 @@ class _Sequence:
     latents: list[torch.Tensor]
     generator: torch.Generator
     deadline: float
-    done: asyncio.Future[PictureOutput]
+    done: asyncio.Future[TokenOutput]
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
 
 
 class DiffusionServer(RolloutServer):
     """Replica of a flow-matching model that returns every denoising step of a picture with its exact log-prob.
+
+    Columns of an output with S steps, float32: `latents` (S + 1, C, H, W) before the first step and after each one,
+    `timesteps` (S + 1,), falling from 1, `step_stds` (S,), the standard deviation of the noise of each step (0: it had
+    none), and `picture` (3, H', W'), 0 to 1.
 
     Prompts are token ids of the pipeline's text encoder; of the sampling parameters only `seed` may be set. An aborted
     request returns its steps so far and no picture.
@@ -100,6 +91,8 @@ class DiffusionServer(RolloutServer):
     def __init__(self, config: ServerConfig) -> None:
         check_options(config.options, _OPTIONS, "diffusion")
         check_unused(config, _UNUSED, "backend 'diffusion' has no use for it")
+        if config.dtype not in ("auto", "float32"):
+            raise ConfigError(f"dtype={config.dtype}: backend 'diffusion' serves in float32")
         try:
             transformer = check_folder(config.model_path)
         except PipelineError as error:
@@ -125,14 +118,14 @@ class DiffusionServer(RolloutServer):
         self._wake_up = asyncio.Event()
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._endpoint = create_endpoint(self, config, model_name=config.model_path)
+        self._url = ""
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Log-probs per step, whole tensors as weights, no tokens."""
-        return Capabilities(
-            takes_token_ids=False, gives_top_logprobs=False, gives_prompt_logprobs=False, sleep_levels=()
-        )
+        """Log-probs per step, whole tensors as weights."""
+        return Capabilities(gives_top_logprobs=False, gives_prompt_logprobs=False, sleep_levels=())
 
     async def start(self) -> ServerAddress:
         """Load the pipeline."""
@@ -146,14 +139,15 @@ class DiffusionServer(RolloutServer):
             kind = SdeKind(self._options["sde"])
             self._stds = noise_schedule(self._times, float(self._options["noise"]), kind)
             self._task = asyncio.create_task(self._run())
-        return ServerAddress(url="inproc:", model=self._config.model_path, pid=os.getpid())
+            self._url = await self._endpoint.start()
+        return ServerAddress(url=self._url, model=self._config.model_path, pid=os.getpid())
 
     async def check_health(self) -> None:
         """Check that the server was started, and not stopped."""
         if self._task is None or self._task.done():
             raise ServerLostError(f"the diffusion server of {self._config.model_path} does not run; call start")
 
-    async def generate(self, request: GenerateRequest) -> PictureOutput:
+    async def generate(self, request: GenerateRequest) -> TokenOutput:
         """Generate a picture, in `num_steps` steps."""
         await self.check_health()
         if not self._has_weights:
@@ -256,20 +250,21 @@ class DiffusionServer(RolloutServer):
             return
         assert self._model is not None
         count = len(sequence.logprobs)
-        picture = None
+        columns = {
+            "latents": torch.stack(sequence.latents),
+            "timesteps": self._times[: count + 1],
+            "step_stds": self._stds[:count],
+        }
         if reason == FinishReason.STOP:
-            picture = self._model.decode(sequence.latents[-1][None].to(self._device))[0].cpu()
+            columns["picture"] = self._model.decode(sequence.latents[-1][None].to(self._device))[0].cpu()
         sequence.done.set_result(
-            PictureOutput(
+            TokenOutput(
                 request_id=sequence.request.request_id,
                 token_ids=(),
                 logprobs=tuple(sequence.logprobs),
                 weight_versions=tuple(sequence.versions),
                 finish_reason=reason,
-                latents=torch.stack(sequence.latents),
-                timesteps=self._times[: count + 1],
-                step_stds=self._stds[:count],
-                picture=picture,
+                columns=columns,
             )
         )
 
@@ -340,6 +335,7 @@ class DiffusionServer(RolloutServer):
 
     async def stop(self) -> None:
         """Stop the server; requests in flight raise `ServerLostError`."""
+        await self._endpoint.stop()
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

@@ -54,7 +54,10 @@ def write_tiny_pipeline(folder: str | Path, transformer: str = "SD3Transformer2D
     """
     import diffusers
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
     if transformer not in _SETTINGS:
         raise PipelineError(f"there is no tiny {transformer!r}; there are {', '.join(_SETTINGS)}")
@@ -76,11 +79,16 @@ def write_tiny_pipeline(folder: str | Path, transformer: str = "SD3Transformer2D
         kind(joint_attention_dim=_WIDTH, **_SETTINGS[transformer]).save_pretrained(root / "transformer")
         CLIPTextModelWithProjection(text).save_pretrained(root / "text_encoder")
     FlowMatchEulerDiscreteScheduler().save_pretrained(root / "scheduler")
+    vocabulary = {word: index for index, word in enumerate(("?", "red", "green", "blue"))}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(root / "tokenizer")
     index = {
         "_class_name": "DiffusionPipeline",
         "transformer": ["diffusers", transformer],
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
         "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
     }
     (root / "model_index.json").write_text(json.dumps(index, indent=2))
     return root

@@ -192,6 +192,9 @@ class TokenOutput:
     routed_experts: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """[P + C - 1][MoE layers][experts per token] expert ids, in the order of the router; the last token was never
     fed. Empty unless asked for."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """Outputs of models that generate something else than tokens, such as latents: tensors by name, float32, int64 or
+    uint8. Such an output has no `token_ids`, and one log-prob and weight version for each step."""
 
     @classmethod
     def empty(cls, request: GenerateRequest) -> TokenOutput:

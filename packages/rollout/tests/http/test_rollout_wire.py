@@ -13,6 +13,7 @@ import torch
 from rl_rollout import (
     FinishReason,
     GenerateRequest,
+    GenerationError,
     RequestError,
     RolloutError,
     SamplingParams,
@@ -32,6 +33,7 @@ from rl_rollout.http.messages import (
     output_to_body,
 )
 from rl_rollout.testing import write_tiny_model
+from rl_rollout.validation import check_answer
 
 EXPERTS = (((0, 1), (2, 3)), ((4, 5), (6, 7)), ((8, 9), (10, 255)))
 WIDE = tuple(tuple(tuple(expert + 256 for expert in layer) for layer in token) for token in EXPERTS)
@@ -145,6 +147,42 @@ def test_what_is_no_packed_experts_is_a_sentence(changed, message):
     packed = told(OUTPUT)["routed_experts"] | changed
     with pytest.raises((RolloutError, msgspec.ValidationError), match=message):
         output_from_body(json.dumps({**told(OUTPUT), "routed_experts": packed}).encode())
+
+
+COLUMNS = {"latents": torch.arange(12.0).view(3, 2, 2), "ids": torch.tensor([5, -1]), "pixels": torch.ones(1).byte()}
+STEPS = replace(OUTPUT, token_ids=(), logprobs=(51.25, 2.0), routed_experts=(), columns=COLUMNS)
+
+
+def test_columns_keep_every_bit_shape_and_dtype():
+    found = output_from_body(output_to_body(STEPS))
+    assert found == STEPS
+    assert found.columns.keys() == COLUMNS.keys()
+    for name, tensor in COLUMNS.items():
+        assert found.columns[name].dtype == tensor.dtype
+        assert torch.equal(found.columns[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shape": [3, 2, 3]}, r"column latents has 48 bytes for float32 of shape \(3, 2, 3\)"),
+        ({"shape": [-3, -2, 2]}, r"of shape \(-3, -2, 2\)"),
+        ({"dtype": "float64"}, "'float64'"),
+    ],
+)
+def test_what_is_no_column_is_a_sentence(changed, message):
+    packed = told(STEPS)["columns"]
+    packed["latents"] |= changed
+    with pytest.raises((RolloutError, msgspec.ValidationError), match=message):
+        output_from_body(json.dumps({**told(STEPS), "columns": packed}).encode())
+
+
+@pytest.mark.parametrize("changed", [{"logprobs": (1.0,)}, {"columns": {}}, {"token_ids": (5,)}])
+def test_an_answer_of_steps_has_columns_and_no_tokens(changed):
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams())
+    check_answer(request, STEPS, "a server", vocab_size=10)
+    with pytest.raises(GenerationError, match=r"log-probs and 2 versions of \d tokens"):
+        check_answer(request, replace(STEPS, **changed), "a server", vocab_size=10)
 
 
 def test_a_client_gets_the_experts_that_the_server_tells(tmp_path):

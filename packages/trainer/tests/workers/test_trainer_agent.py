@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import rl_agent
 import rl_tq
@@ -46,6 +47,22 @@ def test_groups_become_rows_with_ids_and_a_reward_on_the_last():
     assert columns["rollout_index"].tolist() == [0, 1, 0]
     assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 1.0], [0.0], [0.0, 0.0, 0.5]]
     assert [(t["group_id"], t["reward"], t["num_tokens"]) for t in tags] == [(7, 1.0, 2), (7, 0.0, 1), (9, 0.5, 3)]
+
+
+def test_steps_are_columns_in_place_of_tokens():
+    first, second = (
+        dataclasses.replace(
+            output([0] * count, rollout=count),
+            completion_token_ids=(),
+            columns={"latents": torch.ones(count + 1, 2, 2)},
+        )
+        for count in (3, 1)
+    )
+    columns, tags = to_columns([(7, [(first, ONE), (second, HALF)], None)])
+    assert "completion_token_ids" not in columns
+    assert [tuple(row.shape) for row in columns["latents"].unbind()] == [(4, 2, 2), (2, 2, 2)]
+    assert [row.tolist() for row in columns["rewards"].unbind()] == [[0.0, 0.0, 1.0], [0.5]]
+    assert [tag["num_tokens"] for tag in tags] == [3, 1]
 
 
 def test_sampled_ids_beyond_the_tokenizer_are_counted():

@@ -549,6 +549,8 @@ class ModelFacts:
     """Whether it takes images as patches among packed tokens, and the folder has an image processor."""
     longrope_limit: int | None
     """Longest sequence for which longrope does not depend on the batch, tokens; None: it does not use longrope."""
+    is_pipeline: bool = False
+    """Whether it is a pipeline of diffusers: several models, each in a folder of its own."""
 
 
 class FolderTokens(Protocol):

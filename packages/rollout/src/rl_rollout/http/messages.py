@@ -10,7 +10,7 @@ import uuid
 from difflib import get_close_matches
 from itertools import chain
 from math import prod
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -25,6 +25,9 @@ from rl_rollout.types import (
     TokenChunk,
     TokenOutput,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding bytes that are not the expected message."""
@@ -63,6 +66,15 @@ class ExpertsMessage(msgspec.Struct, forbid_unknown_fields=True):
     """Little-endian expert ids; base64 in JSON."""
 
 
+class TensorMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """Tensor as bytes."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "int64", "uint8"]
+    data: bytes
+    """Little-endian values, the last axis first; base64 in JSON."""
+
+
 _CODES = {"uint8": "B", "int16": "h"}
 """Format characters of `struct`, by dtype."""
 _LOGPROB = float | Literal["-inf"] | None
@@ -76,6 +88,7 @@ OutputMessage = _message_of(
     top_logprobs=(tuple[tuple[tuple[int, _LOGPROB], ...], ...], ()),
     prompt_logprobs=(tuple[_LOGPROB, ...], ()),
     routed_experts=(ExpertsMessage | None, None),
+    columns=(dict[str, TensorMessage], {}),
 )
 ChunkMessage = _message_of(
     TokenChunk, logprobs=(_LOGPROBS,), finish_reason=(FinishReason | None, None), request_id=(str, "")
@@ -234,6 +247,7 @@ def output_to_body(output: TokenOutput) -> bytes:
     fields["top_logprobs"] = tuple(tuple((token, _told(x)) for token, x in top) for top in output.top_logprobs)
     fields["prompt_logprobs"] = tuple(map(_told, output.prompt_logprobs))
     fields["routed_experts"] = pack_experts(output.routed_experts) if output.routed_experts else None
+    fields["columns"] = {name: pack_tensor(tensor) for name, tensor in output.columns.items()}
     return msgspec.json.encode(OutputMessage(**fields))
 
 
@@ -242,13 +256,14 @@ def output_from_body(body: bytes) -> TokenOutput:
 
     Raises:
         NO_MESSAGE: the body is not an output.
-        RolloutError: its routed experts do not fit their shape.
+        RolloutError: its routed experts or a column do not fit their shape.
     """
     fields = _fields(OutputMessage, msgspec.json.decode(body, type=OutputMessage))
     fields["logprobs"] = _numbers(fields["logprobs"])
     fields["top_logprobs"] = tuple(tuple((i, _number(x)) for i, x in top) for top in fields["top_logprobs"])
     fields["prompt_logprobs"] = tuple(map(_number, fields["prompt_logprobs"]))
     fields["routed_experts"] = unpack_experts(experts) if (experts := fields["routed_experts"]) else ()
+    fields["columns"] = {name: unpack_tensor(name, packed) for name, packed in fields["columns"].items()}
     return TokenOutput(**fields)
 
 
@@ -354,3 +369,22 @@ def unpack_experts(packed: ExpertsMessage) -> Experts:
     flat = struct.unpack_from(f"<{count}{code}", packed.data)
     layers = [flat[i : i + num_experts] for i in range(0, count, num_experts)]
     return tuple(tuple(layers[i : i + num_layers]) for i in range(0, len(layers), num_layers))
+
+
+def pack_tensor(tensor: Tensor) -> TensorMessage:
+    """Pack a float32, int64 or uint8 tensor on the CPU."""
+    return TensorMessage(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.numpy().tobytes())  # pyright: ignore[reportArgumentType] - a server of ours made it
+
+
+def unpack_tensor(name: str, packed: TensorMessage) -> Tensor:
+    """Unpack a column.
+
+    Raises:
+        RolloutError: its bytes do not fit the shape.
+    """
+    import torch  # a client of token models does without it
+
+    dtype = getattr(torch, packed.dtype)
+    if min(packed.shape, default=1) < 1 or len(packed.data) != prod(packed.shape) * dtype.itemsize:
+        raise RolloutError(f"column {name} has {len(packed.data)} bytes for {packed.dtype} of shape {packed.shape}")
+    return torch.frombuffer(bytearray(packed.data), dtype=dtype).view(packed.shape).clone()

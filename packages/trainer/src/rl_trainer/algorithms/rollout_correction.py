@@ -181,7 +181,7 @@ def mismatch_metrics(
     mask = loss_mask.bool()
     old, rollout = old_logprobs.detach().float(), rollout_logprobs.float()
     delta = torch.where(mask, old - rollout, 0.0).clamp(max=LOG_MAX)
-    difference = torch.where(mask, old.exp() - rollout.exp(), 0.0)
+    difference = torch.where(mask, old.clamp(max=0).exp() - rollout.clamp(max=0).exp(), 0.0)  # a density may exceed 1
     sums = {
         "mismatch_k1": -delta.sum(),
         "mismatch_k3": (torch.expm1(delta) - delta).sum(),

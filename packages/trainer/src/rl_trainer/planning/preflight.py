@@ -201,6 +201,8 @@ def check_model(config: Config, *, has_weights: bool = True) -> None:
     folder = Path(config.model.path)
     if not folder.is_dir():
         raise InputError(f"model.path={folder} is neither a folder nor the hub's id of a model (OWNER/NAME)")
+    if model_facts(folder).is_pipeline:  # the engine checks it
+        return
     if not (folder / "config.json").is_file():
         raise InputError(f"model.path={folder} has no config.json, so it is not a Hugging Face model folder")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -483,7 +485,7 @@ def backends_asked(config: Config) -> Generator[None]:
 
 def _is_made(folder: str) -> bool:
     """Whether a model's folder has weights: one that is yet to be made, or downloaded, has none."""
-    return any(Path(folder).glob("*.safetensors"))
+    return any(Path(folder).glob("*.safetensors")) or model_facts(Path(folder)).is_pipeline
 
 
 @contextmanager

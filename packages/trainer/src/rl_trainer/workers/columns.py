@@ -78,10 +78,9 @@ def to_columns(
         )
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
     given = [bool(o.extra_fields.get(GIVEN)) for o in outputs]
-    completion = _jagged([o.completion_token_ids for o in outputs], torch.int64)
     columns = {
         "prompt_token_ids": _jagged([o.prompt_token_ids for o in outputs], torch.int64),
-        "completion_token_ids": completion,
+        **_completions(outputs),
         "loss_mask": _jagged([o.loss_mask for o in outputs], torch.int64),
         "rollout_logprobs": _jagged([o.rollout_logprobs for o in outputs], torch.float32),
         "rewards": _jagged(
@@ -109,7 +108,7 @@ def to_columns(
             "reward": score.reward,
             "parts": {**score.metrics, **{n: v for n, v in score.components.items() if n not in score.missing}},
             **({"extra": {**score.extra}} if score.extra else {}),
-            "num_tokens": len(o.completion_token_ids),
+            "num_tokens": len(o.loss_mask),
             **({"num_unknown": unknown} if (unknown := _num_unknown(o, num_known)) else {}),
             **({"num_tool_error": int(count)} if (count := o.metrics.get("num_tool_error")) else {}),
             **({TOOL_ERROR: error} if (error := o.extra_fields.get(TOOL_ERROR)) else {}),
@@ -122,6 +121,19 @@ def to_columns(
         for group_id, o, score, v in zip(group_ids, outputs, scores, versions, strict=True)
     ]
     return columns, tags
+
+
+def _completions(outputs: Sequence[AgentLoopOutput]) -> dict[str, Tensor]:
+    """Columns of what was generated: token ids, or the trajectories' own columns."""
+    if not outputs[0].columns:
+        return {"completion_token_ids": _jagged([o.completion_token_ids for o in outputs], torch.int64)}
+    rows = {name: [o.columns[name] for o in outputs] for name in outputs[0].columns}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(
+            torch.cat(tensors), torch.tensor([0, *map(len, tensors)]).cumsum(0)
+        )
+        for name, tensors in rows.items()
+    }
 
 
 def _images(

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from rl_trainer.config.schema import AlgorithmConfig, TeacherSection
 
 _PROMPT = "prompt_token_ids"
-_TOKENS = (_PROMPT, "completion_token_ids", "loss_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +102,9 @@ class EngineRank:
     ) -> None:
         self._flops_per_token, self._flops_per_s = flops_per_token, _peak()
         self._context, self._masks_truncated = context, masks_truncated
-        self._inputs, self._timeout_s = (*_TOKENS, *inputs), timeout_s
         self._queue = rl_tq.registry.connect(queue_address, timeout_s=timeout_s)
         self._engine = rl_engine.registry.create_engine(backend, config)
+        self._inputs, self._timeout_s = (*self._engine.batch_columns, *inputs), timeout_s
         self._engine.initialize()
 
     def _forward(
@@ -156,7 +155,7 @@ class EngineRank:
             self._engine.lr_scheduler_step()
         metrics = output.metrics
         if self._flops_per_token is not None and self._flops_per_s is not None:  # the norm has waited for the device
-            num_tokens = sum(data[name].values().numel() for name in _TOKENS[:2])
+            num_tokens = sum(data[name].values().numel() for name in (_PROMPT, "completion_token_ids"))
             spent = num_tokens * self._flops_per_token
             metrics = {**metrics, "mfu": spent / (time.perf_counter() - start) / self._flops_per_s}
         return UpdateReport(metrics=metrics, grad_norm=grad_norm, lr=lr)

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 def write_step(queue: TransferQueue, tokenizer: Tokenizer, folder: Path, batch: BatchMeta, step: int) -> int:
     """Write a batch's columns, its texts and its finish reasons; returns the bytes on disk.
 
-    Images and routed experts are left out: they are larger than all else.
+    Images, routed experts and other columns with several axes are left out: they are larger than all else.
     """
     names = [name for name in batch.columns if name not in (*EXPERTS, *IMAGES)]
     data = queue.get(batch, names)
-    columns: dict[str, Any] = {name: data[name] for name in names}
+    columns: dict[str, Any] = {name: data[name] for name in names if data[name].dim() <= 2}
     for owner in ("prompt", "completion"):
+        if f"{owner}_token_ids" not in columns:  # something else than tokens was generated
+            continue
         rows = columns[f"{owner}_token_ids"].unbind()
         columns[owner] = [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows]
     logged = [tags.get("extra", {}) for tags in batch.tags]  # by `log_extra` of a reward function
