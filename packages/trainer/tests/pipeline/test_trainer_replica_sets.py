@@ -158,11 +158,12 @@ def test_every_new_worker_knows_the_servers_before_it_works():
     replica_set, workers = agents(1)
     workers.use_servers([address(1), address(2)])
     assert replica_set.workers[0].servers == ["http://1", "http://2"]
-    workers.use_rewards({"liked": "http://3"})
+    workers.use_rewards([("liked", address(3)), ("polite", address(4)), ("liked", address(5))])
     replica_set.resize(2)
     workers.submit(jobs(1, 2), {"seed": 7}, "train", 2)
     assert replica_set.workers[1].servers == ["http://1", "http://2"]
-    assert replica_set.workers[0].rewards == replica_set.workers[1].rewards == {"liked": "http://3"}
+    rewards = {"liked": [address(3), address(5)], "polite": [address(4)]}
+    assert replica_set.workers[0].rewards == replica_set.workers[1].rewards == rewards
     assert len(replica_set.workers[1].jobs) == 1
 
 
@@ -422,7 +423,7 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
     class Rewards:
         def wake(self):
             told.append("rewards wake")
-            return {"liked": f"http://{len(told)}"}
+            return [("liked", address(len(told)))]
 
         def sleep(self):
             told.append("rewards sleep")
@@ -444,7 +445,7 @@ def test_colocated_replicas_and_actor_have_the_memory_in_turn():
     ]
     sent = [[line.format(version) for line in turn] for version in (1, 2)]
     assert told == [*sent[0], "servers sleep", "rewards sleep", "actor onload", *sent[1]]
-    assert replica_set.workers[0].rewards == {"liked": f"http://{len(told)}"}, "it answers elsewhere every time"
+    assert replica_set.workers[0].rewards == {"liked": [address(len(told))]}, "it answers elsewhere every time"
 
 
 @pytest.mark.promise("Lent GPUs go back to the engine before it learns, and requests in flight go on elsewhere")

@@ -87,7 +87,7 @@ def test_every_engine_and_waiting_row_is_saved_and_restored(tmp_path):
     names = ("actor", "critic", "queue", "ema_reference")
     beside = {name: Engine(name, told) for name in names}
     components = replace(FakeJob(config).components(), **beside)
-    state = {"step": 3, "held": [], "history": {}}
+    state = {"step": 3, "held": [], "history": {}, "pending": [], "config": {"batch": {"over_sampling": 0.0}}}
     checkpoints.save(components, tmp_path, state)
     engines = {"actor": "engine", "critic": "critic"}
     written = [("save_checkpoint", name, str(tmp_path / folder), 3) for name, folder in engines.items()]
