@@ -59,7 +59,13 @@ def test_a_colour_is_rewarded_by_its_distance():
 @pytest.mark.promise("rl-train trains a picture model by the loop that trains language models")
 @pytest.mark.process
 def test_the_trainer_trains_a_picture_model(pipeline, tmp_path):
-    words = [f"model.path={pipeline}", f"output_dir={tmp_path / 'out'}", "steps=2", "batch.group_size=4"]
+    words = [
+        f"model.path={pipeline}",
+        f"output_dir={tmp_path / 'out'}",
+        "steps=2",
+        "batch.group_size=4",
+        "batch.mini_batch_size=3",
+    ]
     command = [sys.executable, "-m", "rl_trainer.cli", "examples/pictures/colours.yaml", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
