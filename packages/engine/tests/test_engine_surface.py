@@ -72,6 +72,15 @@ def test_a_model_folder_is_described(tmp_path):
         describe_model(tmp_path)
 
 
+def test_a_pipeline_has_an_index_and_no_config(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    facts = describe_model(tmp_path)
+    assert (facts.is_pipeline, facts.config) == (True, {})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 8}))
+    facts = describe_model(tmp_path)
+    assert (facts.is_pipeline, facts.config["hidden_size"]) == (False, 8)
+
+
 def test_the_tokens_of_a_folder_are_described(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     tokens = describe_tokens(tmp_path)

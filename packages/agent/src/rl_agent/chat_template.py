@@ -422,7 +422,7 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise TokenizerError("loading a tokenizer needs transformers: pip install 'rl-agent[hf]'") from error
-    is_pipeline = Path(model_path, "model_index.json").is_file()  # of diffusers, whose parts have folders
+    is_pipeline = Path(model_path, "model_index.json").is_file() and not Path(model_path, "config.json").is_file()
     try:
         return AutoTokenizer.from_pretrained(
             model_path, subfolder="tokenizer" if is_pipeline else "", trust_remote_code=False

@@ -158,12 +158,12 @@ def _processor_flags() -> frozenset[str]:
 def describe_model(folder: str | Path) -> ModelFacts:
     """Describe the model in a Hugging Face folder, by its configuration alone.
 
-    Of a pipeline of diffusers (`model_index.json`) only that it is one: its engine checks it.
+    Of a pipeline of diffusers (`model_index.json`, no `config.json`) only that it is one: its engine checks it.
 
     Raises:
         ModelFolderError: a file of the folder is not what it should be; names it.
     """
-    if (Path(folder) / "model_index.json").is_file():
+    if (Path(folder) / "model_index.json").is_file() and not (Path(folder) / "config.json").is_file():
         return ModelFacts(config={}, takes_images=False, longrope_limit=None, is_pipeline=True)
     from rl_csrc.inference.decoder import longrope_limit  # imports torch
     from rl_csrc.inference.folder_tokens import read_model_config

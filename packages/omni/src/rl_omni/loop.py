@@ -15,8 +15,6 @@ from rl_rollout.types import FinishReason, GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NOT_LEARNED = {"picture"}
-
 
 class PictureLoop(AgentLoop):
     """Picture loop: the last message of a row's `prompt` is the prompt; of the sampling parameters it uses `seed`.
@@ -52,7 +50,8 @@ class PictureLoop(AgentLoop):
         output = await self.server.generate(request)
         if output.finish_reason != FinishReason.STOP:
             raise GenerationError(f"the picture ended after {len(output.logprobs)} steps: {output.finish_reason}")
-        columns = {name: each for name, each in output.columns.items() if name not in _NOT_LEARNED}
+        columns = {**output.columns}
+        picture = columns.pop("picture")
         mask = [int(std > 0) for std in columns["step_stds"].tolist()]
         return AgentLoopOutput(
             prompt_token_ids=prompt,
@@ -63,6 +62,6 @@ class PictureLoop(AgentLoop):
             ),
             weight_versions=tuple(v if flag else -1 for v, flag in zip(output.weight_versions, mask, strict=True)),
             finish_reason=str(output.finish_reason),
-            text=data_url(output.columns["picture"]),
+            text=data_url(picture),
             columns=columns,
         )
