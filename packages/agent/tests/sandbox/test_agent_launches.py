@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from packages.agent.tests.support.peaks import Peak
 
 from rl_agent.errors import SandboxError, ScriptError
 from rl_agent.registry import create_script_reader
@@ -156,6 +157,13 @@ def test_an_attack_ends_with_one_error(name, home, tmp_path):
     assert state(home) == before
     assert state(file.parent) == folder
     assert not [line for line in processes() if str(file) in line]
+
+
+def test_a_fork_bomb_is_bounded_while_it_runs(home, tmp_path):
+    """By the kernel, so that it takes no process from the rest of the machine; the watcher alone let through 23,000."""
+    with Peak() as peak:
+        assert re.search("processes|ran for", message_of(script(tmp_path, ":(){ :|:& };:\n")))
+    assert peak.num_processes < 1000
 
 
 def processes():
