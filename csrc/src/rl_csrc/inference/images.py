@@ -14,11 +14,9 @@ PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 def takes_images(config: Mapping[str, Any]) -> bool:
     """Whether a model takes images as patches among packed tokens, with the interface of Qwen2.5-VL and Qwen3-VL.
 
-    A model whose layers mix tokens outside attention (Qwen3.5) is trained and served without images.
-
     Args:
         config: Values of its `config.json`.
     """
     vision, text = config.get("vision_config") or {}, config.get("text_config") or config
-    layers = text.get("layer_types") or (["linear_attention"] if "linear_num_key_heads" in text else [])
-    return {"spatial_merge_size", "patch_size"} <= vision.keys() and PACKED_LAYERS.issuperset(layers)
+    layers = {*(text.get("layer_types") or ())}
+    return {"spatial_merge_size", "patch_size"} <= vision.keys() and layers <= PACKED_LAYERS | {"linear_attention"}

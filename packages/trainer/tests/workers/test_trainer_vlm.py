@@ -67,6 +67,13 @@ def test_a_step_on_images_and_on_the_frames_of_videos(tmp_path, column):
     assert metrics["mismatch_abs"] < 1e-4
 
 
+@pytest.mark.parametrize("family", ["qwen3_5"])
+def test_the_server_follows_the_engine_over_updates(tmp_path, family):
+    _, records = trained(tmp_path, 2, "engine.optimizer.lr=1e-2", family=family)
+    assert records[2]["metrics"]["grad_norm"] > 0
+    assert records[2]["metrics"]["mismatch_abs"] < 1e-4
+
+
 def test_experts_of_image_prompts_are_replayed(tmp_path):
     """The server computes in float32, the engine in bfloat16: many routers of a random model are near ties."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "family": "qwen3_vl_moe"}

@@ -49,7 +49,8 @@ def write_tiny_vl_model(
 
     Args:
         folder: Written to; made if it is not there.
-        family: `qwen2_5_vl`, `qwen3_vl` or `qwen3_vl_moe`.
+        family: `qwen2_5_vl`, `qwen3_vl`, `qwen3_5`, or `qwen3_vl_moe` and `qwen3_5_moe` with their experts among
+            `overrides`.
         seed: Seed of the weights.
         patch_size: Pixels of a patch's side; an image has a feature for each two by two of them.
         **overrides: Fields of the language model's config.
@@ -69,12 +70,17 @@ def write_tiny_vl_model(
     vision |= {
         "qwen2_5_vl": {"window_size": 4 * patch_size, "fullatt_block_indexes": [1]},
         "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        "qwen3_5": {"num_position_embeddings": 64},
     }[family.removesuffix("_moe")]
     half = text["head_dim"] // 2
-    sections = {"qwen2_5_vl": [half // 4, half // 4, half // 2], "qwen3_vl": [half // 2, half // 4, half // 4]}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections[family.removesuffix("_moe")]}
-    if family.startswith("qwen3_vl"):
-        rope["mrope_interleaved"] = True
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half // 4, half // 4, half // 2]}
+    if family.startswith("qwen3"):
+        rope |= {"mrope_section": [half // 2, half // 4, half // 4], "mrope_interleaved": True}
+    if family.startswith("qwen3_5"):
+        rope["partial_rotary_factor"] = 1.0
+        text |= {"layer_types": ["linear_attention", "full_attention"]}
+        text |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+        text |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
     ids = {
         f"{name}_token_id": vocab_size - len(VISION) + index
         for index, name in enumerate(("vision_start", "image", "video", "vision_end"))

@@ -27,7 +27,14 @@ from rl_rollout.testing import FakeReceiver, FakeServer, load_weights, write_tin
 
 pytestmark = pytest.mark.process  # seconds of computation
 
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KINDS = {
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
+    "qwen3_vl_moe": MIXTURE,
+    "qwen3_5": {},
+    "qwen3_5_moe": MIXTURE | {"shared_expert_intermediate_size": 32},
+}
 START, IMAGE, VIDEO, END = 52, 53, 54, 55
 
 
@@ -44,7 +51,8 @@ CASES = [
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
-    return write_tiny_vl_model(tmp_path_factory.mktemp("vl") / request.param, family=request.param)
+    path = tmp_path_factory.mktemp("vl") / request.param
+    return write_tiny_vl_model(path, family=request.param, **KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +155,7 @@ def scored(folder, ids, images, completion):
 def drawn(served):
     """A request with an image, and an output with drawn placeholders in it."""
     run, server, _ = served
-    for seed in range(20):
+    for seed in range(80):
         request = request_of(f"drawn{seed}", *CASES[1], temperature=1.0, seed=seed, max_new_tokens=60)
         output = run(server.generate(request))
         if {IMAGE, VIDEO} <= set(output.token_ids[:20]) & set(output.token_ids[20:]):
@@ -305,8 +313,7 @@ def test_a_chat_with_image_urls(served):
 def test_experts_of_image_prompts_are_those_of_a_forward_pass(tmp_path):
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    folder = write_tiny_vl_model(tmp_path / "model", family="qwen3_vl_moe", **sizes)
+    folder = write_tiny_vl_model(tmp_path / "model", family="qwen3_vl_moe", **MIXTURE)
     ids, images = CASES[1]
     asked = replace(request_of("asks", ids, images, max_new_tokens=6), returns_routed_experts=True)
 
