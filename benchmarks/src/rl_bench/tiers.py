@@ -4,9 +4,11 @@ import asyncio
 import gc
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +31,18 @@ settings.register_profile("workspace", deadline=None, suppress_health_check=[Hea
 settings.load_profile("workspace")
 
 OTHER_TIERS = frozenset(["process", "slow", "integration", "wheels", "gpu", "real"])
+_WHOLE_FILE = re.compile(rf"^pytestmark = \[?pytest\.mark\.({'|'.join(OTHER_TIERS)})\b", re.MULTILINE)
 _PROBES = ("uname", "fc-list")
 """Programs of which `platform` and, once on a machine, matplotlib's cache of fonts ask."""
 MAX_SLEEP_S = 0.2
 """Seconds that a `core` test may sleep altogether: enough to poll a condition, too little to wait for time to pass."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out of `pytest -m core` the files that are of another tier as a whole: importing them takes seconds."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    is_left_out = config.option.markexpr == "core" and is_test and _WHOLE_FILE.search(collection_path.read_text())
+    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

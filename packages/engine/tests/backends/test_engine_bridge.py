@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rl_engine import ConfigError, EngineConfig, create_engine
-from rl_engine.backends.megatron import bridge
 from rl_engine.testing import write_tiny_model
 
 ENVIRONMENT = os.environ.get("RL_ENGINE_MEGATRON")
@@ -75,8 +74,11 @@ def test_layers_of_its_own_are_rejected(found):
     assert "gemma model has hidden_act=gelu_pytorch_tanh" in found["refused"]["gemma"]
 
 
+@pytest.mark.process  # the import of Megatron-core takes seconds
 def test_the_key_decides_about_a_family_of_its_list(monkeypatch):
     """Bridge itself is not imported before a model is described."""
+    from rl_engine.backends.megatron import bridge
+
     monkeypatch.setattr(bridge, "find_spec", lambda name: name == "megatron.bridge")
     for kind, key, wanted in (("hy_v3", "auto", True), ("hy_v3", "own", False), ("qwen3", "auto", False)):
         assert bridge.takes_bridge(EngineConfig(model_path="", bridge=key), kind) is wanted

@@ -18,10 +18,16 @@ from rl_engine.model import device_memory, module_engine
 from rl_engine.testing import ragged_batch, write_tiny_model
 
 _spec = spec_from_file_location("megatron_te_ranks", Path(__file__).parents[1] / "support" / "megatron_te_ranks.py")
-te = module_from_spec(_spec)
-_spec.loader.exec_module(te)
 DATA = ragged_batch([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
 BF16 = Precision.BFLOAT16
+
+
+@pytest.fixture(scope="module")
+def te():
+    """Stand-ins of Transformer Engine's modules, which import Megatron-core."""
+    module = module_from_spec(_spec)
+    _spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +120,7 @@ def test_a_machine_without_float8_products_is_refused(folder, told, monkeypatch)
     ("recipe", "wanted"),
     [("tensorwise", ("hybrid", "tensorwise")), ("blockwise", ("e4m3", "blockwise")), ("mxfp8", ("e4m3", "mxfp8"))],
 )
-def test_megatron_tells_transformer_engine(folder, float8_gpu, monkeypatch, recipe, wanted):
+def test_megatron_tells_transformer_engine(te, folder, float8_gpu, monkeypatch, recipe, wanted):
     """Its modules cannot be imported without CUDA: `megatron_te_ranks` has stand-ins."""
     stages, layers = import_module("rl_engine.backends.megatron.model"), import_module("megatron.core.tensor_parallel")
     entered = []
@@ -180,6 +186,7 @@ def test_torchao_is_asked_for(folder, monkeypatch):
         built("fsdp", folder, "rowwise")
 
 
+@pytest.mark.process  # the import of Megatron-core takes seconds
 def test_megatron_asks_for_transformer_engine(folder, float8_gpu, monkeypatch):
     stages = import_module("rl_engine.backends.megatron.model")
     monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", False)

@@ -1,5 +1,7 @@
 """Mixtures of experts: the auxiliary loss of the whole batch, and the experts that a server chose."""
 
+import gc
+import os
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -48,6 +50,23 @@ def test_losses_and_step_are_those_of_the_whole_batch(tmp_path, backend, is_norm
             grad = want["gradients"][name]
             torch.testing.assert_close(before[name] - tensor, grad / (grad.abs() + 1), rtol=1e-4, atol=1e-7)
         engine.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_closed_engine_is_freed(tmp_path, backend):
+    """Its process groups, of which each has a socket, are counted: they go with the last layer that names one."""
+    folder, rows = oracle.write_model(tmp_path), oracle.draw_rows()
+
+    def descriptors():
+        engine = built(backend, folder, router_aux_loss_coef=oracle.COEF)
+        engine.forward_backward_batch(oracle.batch_of(rows, is_routed=False), sft_loss)
+        engine.close()
+        del engine
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    assert descriptors() == descriptors()
 
 
 SIGMOIDS = {

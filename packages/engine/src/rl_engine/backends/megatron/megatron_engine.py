@@ -289,6 +289,7 @@ class PipelineRunner(BatchRunner):
                 work.stage.layout,
                 has_backward=torch.is_grad_enabled(),
             )
+        stage.drop_routing()
         return work.results
 
 

@@ -587,6 +587,23 @@ class Stage(Scorer):
         with get_fp8_context(self.settings):
             return layer(hidden, **arguments)[0]
 
+    def drop_routing(self) -> None:
+        """Drop what layers with experts keep of the last micro-batch: its graph.
+
+        The graph leads to hooks of Megatron's gradient buffers, and those to the model, past the garbage collector's
+        sight: an engine that was closed would never be freed.
+        """
+        for module in (module for chunk in self.model for module in chunk.modules()):
+            if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+                router: Any = module.router
+                router.router_replay.routing = None
+                for owner in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
+                    graphs = [
+                        name for name, value in vars(owner).items() if getattr(value, "grad_fn", None) is not None
+                    ]
+                    for name in graphs:
+                        setattr(owner, name, None)
+
     def embedding_of_the_last(self) -> Tensor | None:
         """(V / tp, H) embedding for `mtp_loss`, which the first stage sends the last; None between. Collective."""
         first: Any = self.model[0]
