@@ -14,7 +14,7 @@ from rl_engine.errors import NonFiniteError
 from rl_engine.types import AdamParams, OptimizerConfig, OptimizerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 
 class StepOptimizer(Protocol):
@@ -49,7 +49,10 @@ class StepOptimizer(Protocol):
 class ClippedAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, 1711.05101) with its state allocated; one-dimensional parameters do not decay."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, uncounted: Iterable[Tensor] = ()
+    ) -> None:
+        """Allocate the state of `parameters`; gradients of those in `uncounted` are not in the norm."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         groups = [
             {
@@ -68,12 +71,13 @@ class ClippedAdamW(torch.optim.AdamW):
             fused=True,
         )
         self._trained, self.max_norm = trained, config.max_grad_norm
+        self._uncounted = {id(parameter) for parameter in uncounted}
         for parameter in trained:
             self.state[parameter] = adamw_state(parameter)
 
     def clip_and_step(self) -> float:
         """See `StepOptimizer`."""
-        norm = clip_grad_norm(self._trained, self.max_norm)
+        norm = clip_grad_norm(self._trained, self.max_norm, self._uncounted)
         self.step()
         return norm
 
@@ -85,9 +89,17 @@ class ClippedMuon:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], matrices: Iterable[nn.Parameter], config: OptimizerConfig
+        self,
+        parameters: Iterable[nn.Parameter],
+        matrices: Iterable[nn.Parameter],
+        config: OptimizerConfig,
+        uncounted: Iterable[Tensor] = (),
     ) -> None:
-        """Allocate the state of `parameters`; those of them that are `matrices` (two-dimensional) are Muon's."""
+        """Allocate the state of `parameters`; those of them that are `matrices` (two-dimensional) are Muon's.
+
+        Gradients of those in `uncounted` are not in the norm.
+        """
+        self._uncounted = {id(parameter) for parameter in uncounted}
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         inner = {id(parameter) for parameter in matrices}
         mine = [parameter for parameter in self._trained if id(parameter) in inner]
@@ -120,19 +132,22 @@ class ClippedMuon:
 
     def clip_and_step(self) -> float:
         """See `StepOptimizer`."""
-        norm = clip_grad_norm(self._trained, self.max_norm)
+        norm = clip_grad_norm(self._trained, self.max_norm, self._uncounted)
         self._muon.step()
         self._adamw.step()
         return norm
 
 
 def module_optimizer(
-    parameters: Iterable[nn.Parameter], matrices: Iterable[nn.Parameter], config: OptimizerConfig
+    parameters: Iterable[nn.Parameter],
+    matrices: Iterable[nn.Parameter],
+    config: OptimizerConfig,
+    uncounted: Iterable[Tensor] = (),
 ) -> ClippedAdamW | ClippedMuon:
     """The optimizer that the settings ask for; `matrices` are what Muon takes of `parameters`."""
     if config.kind == OptimizerKind.MUON:
-        return ClippedMuon(parameters, matrices, config)
-    return ClippedAdamW(parameters, config)
+        return ClippedMuon(parameters, matrices, config, uncounted)
+    return ClippedAdamW(parameters, config, uncounted)
 
 
 def apply_adam(optimizer: StepOptimizer, adam: AdamParams) -> None:
@@ -165,8 +180,12 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, uncounted: Collection[int] = frozenset()
+) -> float:
     """Scale gradients so that their global norm is at most `max_norm`; return the norm before.
+
+    Parameters whose `id` is in `uncounted` are scaled as the others are, and are not in the norm.
 
     Raises:
         NonFiniteError: the norm is NaN or infinite; gradients are as they were.
@@ -174,7 +193,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     trained = by_mesh(parameters)
     norms: list[Tensor] = []
     for alike in trained:
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in alike if parameter.grad is not None])
+        norm = torch.nn.utils.get_total_norm([
+            parameter.grad for parameter in alike if parameter.grad is not None and id(parameter) not in uncounted
+        ])  # fmt: skip
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
     value = float(norm)

@@ -109,7 +109,10 @@ ELSEWHERE = {
         BACKENDS, "test_engine_offload::test_offloaded_activations_give_the_same_steps"
     ),
     "recompute": dict.fromkeys(BACKENDS[:2], "test_engine_parts::test_every_choice_gives_the_same_step"),
-    "mtp": dict.fromkeys(BACKENDS, "test_engine_mtp::test_layers_are_kept_as_they_were"),
+    **{
+        key: dict.fromkeys(BACKENDS, "test_engine_mtp::test_layers_are_kept_as_they_were")
+        for key in ("mtp", "exports_mtp")
+    },
     "fp8": {
         "fsdp": "test_engine_fp8::test_torchao_is_told",
         "megatron": "test_engine_fp8::test_megatron_tells_transformer_engine",

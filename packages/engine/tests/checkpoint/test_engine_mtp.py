@@ -46,8 +46,9 @@ def test_layers_are_kept_as_they_were(tmp_path, backend, name):
     engine.save_model(tmp_path / "saved")
     engine.close()
     assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")[name], further)
-    again = engine_of(tmp_path / "saved", backend, mtp="freeze")
+    again = engine_of(tmp_path / "saved", backend, mtp="freeze", exports_mtp=True)
     again.initialize()
+    assert torch.equal(dict(again.get_per_tensor_param()[0])[name], further)
     again.close()
 
 

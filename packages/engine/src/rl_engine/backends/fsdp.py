@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from rl_engine.errors import BackendError, ConfigError, EngineError, ModelFolder
 from rl_engine.layers import peft_lora as lora
 from rl_engine.layers.logprobs import LinearHead
 from rl_engine.layers.moe import check_aux
+from rl_engine.layers.mtp import MtpLayer
 from rl_engine.layers.packed_attention import SequenceGroup, check_heads
 from rl_engine.layers.row_adapters import RowAdapters
 from rl_engine.model.activations import treat_parts
@@ -44,7 +46,7 @@ from rl_engine.model.hf import (
     set_buffer,
     without_layers,
 )
-from rl_engine.model.module_engine import ModuleBackend, ModuleEngine
+from rl_engine.model.module_engine import Capabilities, ModuleBackend, ModuleEngine
 from rl_engine.model.settings import check_adapter, check_candidates, check_float8, compute_device, shares_prefixes
 from rl_engine.types import EngineConfig, Fp8, Head, ModelInit, ParallelConfig, PeftConfig
 
@@ -68,6 +70,8 @@ def create(config: EngineConfig) -> Engine:
 class FsdpBackend(ModuleBackend):
     """See `ModuleBackend`: transformers' models, sharded by fully_shard."""
 
+    capabilities = Capabilities(trains_mtp=True)
+
     def check(self, world_size: int) -> str | None:
         """See `ModuleBackend`."""
         return check_fit(self.config, world_size)
@@ -85,6 +89,13 @@ class FsdpBackend(ModuleBackend):
         """See `ModuleBackend`."""
         parts = super().parts(built)
         return parts if built.peft is None else replace(parts, export=AdaptedExport(built))
+
+    def check_weights(self) -> None:
+        """See `ModuleBackend`."""
+        super().check_weights()
+        if self.config.trains_mtp:
+            scorer, _ = _scorer_of(_empty_model(self.config), self.config)
+            _require_slices(scorer, self.config, find_pieces(scorer.named_weights(), scorer.to_folder))
 
     def row_adapters(self, scorer: Scorer) -> RowAdapters:
         """See `ModuleBackend`."""
@@ -200,14 +211,17 @@ def _scorer_of(
         ConfigError: a setting that the model does not allow.
     """
     peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed, config.head)
+    if config.head == Head.LM:
+        scorer = PolicyScorer(model, config, is_compiled=config.torch_compile)
+        if config.trains_mtp:
+            _check_mtp(scorer, config)
+            scorer.mtp = MtpLayer(model, Path(config.model_path))
+    else:
+        scorer = ValueScorer(model, is_compiled=config.torch_compile)
     if not config.torch_compile:  # which fuses norms itself
         fuse_norms(model)
     if config.activation_checkpointing:
         _recompute_layers(model)
-    if config.head == Head.LM:
-        scorer = PolicyScorer(model, config, is_compiled=config.torch_compile)
-    else:
-        scorer = ValueScorer(model, is_compiled=config.torch_compile)
     treat_parts(scorer.layers(), config)
     _check_sequence(scorer, config.parallel.sp)
     check_aux(config.router_aux_loss_coef, scorer.experts)
@@ -272,11 +286,13 @@ def _slices_of(
     """An empty scorer, and what its tensors are made of, where every rank reads its own. Collective."""
     if config.lora is not None or config.init != ModelInit.PRETRAINED:
         return None, None, None
-    if world.size == 1 and hf_folder.block_size(config.model_path) is None:
+    if world.size == 1 and hf_folder.block_size(config.model_path) is None and not config.trains_mtp:
         return None, None, None
     model = _empty_model(config)
     scorer, peft = _scorer_of(model, config)
     pieces = find_pieces(scorer.named_weights(), scorer.to_folder)
+    if config.trains_mtp:
+        _require_slices(scorer, config, pieces)
     if not open_slices(config, pieces, is_tied=bool(_ties(scorer)), world=world):
         return None, None, None
     if isinstance(scorer, PolicyScorer):
@@ -401,6 +417,33 @@ def _recompute_layers(model: transformers.PreTrainedModel) -> None:
     enable({"use_reentrant": False})  # the older name goes in transformers 6
 
 
+def _check_mtp(scorer: HuggingFaceScorer, config: EngineConfig) -> None:
+    """Refuse models and settings with which the layer for multi-token prediction is not trained.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for is_met, what in (
+        (config.parallel.sp == 1, f"parallel.sp is {config.parallel.sp}, whose ranks have the next token elsewhere"),
+        (not config.torch_compile, "torch_compile is true"),
+        (scorer.is_packed and scorer.multimodal is None, f"{type(scorer.model).__name__} takes images or padded rows"),
+    ):
+        if not is_met:
+            raise ConfigError(f"mtp is train and {what}. Set it otherwise, or mtp=freeze.")
+
+
+def _require_slices(scorer: Scorer, config: EngineConfig, pieces: Mapping[str, list[Piece]] | None) -> None:
+    """Refuse a folder that has not all tensors of the model and its layer for multi-token prediction.
+
+    Raises:
+        ModelFolderError: says which; transformers itself cannot load the layer.
+    """
+    if pieces is None:
+        raise ModelFolderError(f"mtp is train and {config.model_path} has joined tensors. Use mtp=freeze.")
+    with open_folder(config, shapes_of(pieces), is_tied=bool(_ties(scorer))):
+        pass
+
+
 def _check_parallel(parallel: ParallelConfig) -> None:
     """Refuse what cannot be honoured on any number of ranks, before anything starts.
 
@@ -468,6 +511,8 @@ def _sharing_obstacle(scorer: HuggingFaceScorer, config: EngineConfig) -> str | 
         return f"{name} has layers whose state begins with every row"
     if scorer.experts is not None:
         return f"{name} has routers, whose load and replay are of every row's own tokens"
+    if scorer.mtp is not None:
+        return "mtp is train, whose layer reads the token after each, and rows go on with different ones"
     if config.optimizer is not None and _drops_out(scorer):
         return f"{name} is trained with dropout, which every row has its own of"
     return None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 AUX_LOSS = "router_aux_loss"
 """The metric of the experts' load balance; every rank has a share of it, also those that hold one replica together."""
 MTP_LOSS = "mtp_loss"
-"""The metric of the layer for multi-token prediction, of which the ranks of the last pipeline stage have shares."""
+"""The metric of the layer for multi-token prediction; on megatron the ranks of the last stage have shares of it."""
 COLUMNS = {
     "logprobs": "token_logprobs",
     "entropy": "entropy",
@@ -97,6 +97,12 @@ class BatchPlan:
     def is_idle(self, index: int) -> bool:
         """Whether this replica has no micro-batch `index`, and runs a dummy so that collectives match."""
         return index >= len(self.micro_batches)
+
+    def mask(self, index: int) -> Tensor | None:
+        """(C,) which completion tokens of a micro-batch count; None: all of them, or none of an idle one."""
+        if self.is_idle(index) or not self.batch.has("loss_mask"):
+            return None
+        return self.batch.select(self.micro_batches[index])["loss_mask"].values()
 
     def pack(self, index: int) -> PackedRows:
         """Micro-batch `index` as the model is fed it; a one-token dummy if this rank has fewer."""

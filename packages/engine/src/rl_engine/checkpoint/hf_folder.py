@@ -110,7 +110,9 @@ _LOADING_OPTIONS = {
 
 def _check_names(folder: Path, head: Head, info: Mapping[str, Any]) -> bool:
     """Refuse tensors that are missing, left over or of another shape; returns whether the scalar head is new."""
-    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"]) - set(mtp_names(folder))
+    ahead = tuple({re.sub(r"(layers\.\d+\.|mtp\.).*", r"\1", name) for name in mtp_names(folder)})  # some are joined
+    missing = set(info["missing_keys"])
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(ahead)}
     is_new = head != Head.LM and missing == {SCORE}
     if is_new:
         missing, unexpected = set[str](), {name for name in unexpected if not name.startswith("lm_head.")}
@@ -466,7 +468,7 @@ def check_weights(folder: Path, *, mtp: Mtp = Mtp.REFUSE) -> None:
     if mtp == Mtp.REFUSE and (found := mtp_names(folder)):
         raise ModelFolderError(
             f"Model folder {folder} has {len(found)} tensor(s) for multi-token prediction, such as {found[0]}. "
-            "mtp=freeze leaves them as they are, also in what save_model writes; mtp=train (megatron) trains them."
+            "mtp=freeze leaves them as they are, also where they are written; mtp=train (fsdp, megatron) trains them."
         )
 
 

@@ -16,6 +16,7 @@ from rl_engine.batch.plan import (
     ASKED,
     AUX_LOSS,
     COLUMNS,
+    MTP_LOSS,
     BatchPlan,
     MicroBatchResults,
     add_up,
@@ -135,12 +136,15 @@ class BatchRunner:
         scorer = self._built.scorer
         results = MicroBatchResults(fields=COLUMNS | ASKED if plan.batch.has(ADAPTER) else COLUMNS)
         for index in range(plan.num_micro_batches):
-            packed, is_idle = plan.pack(index), plan.is_idle(index)
+            packed, is_idle, mtp = plan.pack(index), plan.is_idle(index), scorer.mtp
+            if mtp is not None:
+                mtp.mask = plan.mask(index)
             routing = scorer.route(packed, None if is_idle else load, is_counting=counts is not None)
             if is_idle:
                 idle: ModelOutput = scorer(packed)
                 if torch.is_grad_enabled():
-                    (idle.scores.sum() * 0.0).backward()
+                    ahead = 0.0 if mtp is None or mtp.share is None else mtp.share
+                    ((idle.scores.sum() + ahead) * 0.0).backward()
                 continue
             with self.activations():
                 output, shares = score_rows(plan, index, loss_function, partial(scorer, packed))
@@ -152,6 +156,8 @@ class BatchRunner:
                 if load is not None and share is not None:
                     shares[AUX_LOSS] = share
                     loss = loss + load.coef * share
+                if mtp is not None and mtp.share is not None:
+                    shares[MTP_LOSS], loss = mtp.share, loss + mtp.share
                 loss.backward()
             results.add(plan.micro_batches[index], output, shares)
         return results

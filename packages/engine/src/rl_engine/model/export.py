@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -16,7 +17,6 @@ from rl_engine.types import Mtp, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -32,26 +32,34 @@ class WeightExport:
         """Of the shards that are tensors of the folder, by name."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors; an error of one rank is raised on all."""
+        """Full tensors, with `exports_mtp` those of its layers too; an error of one rank is raised on all."""
+        config = self._built.config
         with self._built.world.together():
             yield from self._tensors()
+            if config.exports_mtp:
+                copies = hf_folder.mtp_copies(Path(config.model_path))
+                yield from ((name, tensor) for name, tensor in self.mtp_tensors() if name not in copies)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        scorer = self._built.scorer
-        for name, tensor in scorer.named_weights().items():
+        yield from self._whole(self._built.scorer.named_layers(ahead=False))
+
+    def _whole(self, named: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named.items():
             # Detached: a graph that somebody keeps would keep the weights on the GPU through an offload.
-            yield from scorer.to_folder({name: self.cast(whole(tensor.detach()))}).items()
+            yield from self._built.scorer.to_folder({name: self.cast(whole(tensor.detach()))}).items()
 
     def shards(self) -> Iterator[tuple[ShardSpec, Tensor]]:
         """Shards of this rank."""
         scorer = self._built.scorer
-        for spec, part in local_shards(scorer.named_weights(), scorer.to_folder, self._specs):
+        for spec, part in local_shards(scorer.named_layers(ahead=False), scorer.to_folder, self._specs):
             yield spec, self.cast(part)
 
     def mtp_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Layers for multi-token prediction that `save` writes: the folder's own tensors."""
+        """Layers for multi-token prediction: trained ones, without copies of embedding and head, or the folder's."""
         config = self._built.config
-        if config.mtp != Mtp.REFUSE and self._built.world.rank == 0:
+        if config.trains_mtp:
+            yield from self._whole(self._built.scorer.named_layers(ahead=True))
+        elif config.mtp != Mtp.REFUSE and self._built.world.rank == 0:
             for name, tensor in read_mtp(config.model_path):
                 yield name, self.cast(tensor)
 
@@ -62,10 +70,13 @@ class WeightExport:
     def save(self, path: str | Path) -> None:
         """Write a model folder, or an adapter's: rank 0 writes, and the others take part in gathering."""
         world, config = self._built.world, self._built.config
-        weights = {name: tensor.cpu() for name, tensor in self.tensors() if world.rank == 0}
-        if not config.exports_adapter:
-            with world.together():
+        with world.together():
+            weights = {name: tensor.cpu() for name, tensor in self._tensors() if world.rank == 0}
+            if not config.exports_adapter:
                 weights |= {name: tensor.cpu() for name, tensor in self.mtp_tensors() if world.rank == 0}
+        for name in hf_folder.mtp_copies(Path(config.model_path)) if config.trains_mtp and world.rank == 0 else ():
+            embedding, head = weights["model.embed_tokens.weight"], weights.get("lm_head.weight")
+            weights[name] = (embedding if head is None or ".embed_tokens." in name else head).clone()
         if world.rank == 0:
             self._write(path, weights)
         world.barrier()

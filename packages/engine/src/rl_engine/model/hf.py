@@ -128,7 +128,10 @@ class HuggingFaceScorer(Scorer):
 
     def _hidden(self, rows: PackedRows, arguments: dict[str, Any]) -> Tensor:
         """`[C, H]`."""
-        return take_rows(self.model.base_model(**arguments).last_hidden_state.flatten(0, 1), rows.scored)
+        states = self.model.base_model(**arguments).last_hidden_state
+        if self.mtp is not None and torch.is_grad_enabled():
+            self.mtp.run(states, rows, arguments)
+        return take_rows(states.flatten(0, 1), rows.scored)
 
     def _feed(self, rows: PackedRows) -> tuple[PackedRows, dict[str, Any]]:
         """The model's keyword arguments, and `rows` with `scored` counting its flattened output."""

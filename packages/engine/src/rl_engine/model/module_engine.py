@@ -126,7 +126,7 @@ class ModuleBackend(ABC):
     def make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> StepOptimizer:
         """Optimizer of the module's parameters."""
         inner = (parameter for layer in scorer.layers() for parameter in layer.parameters() if parameter.ndim == 2)
-        return module_optimizer(scorer.parameters(), inner, config)
+        return module_optimizer(scorer.parameters(), inner, config, scorer.named_layers(ahead=True).values())
 
     def parts(self, built: BuiltModel) -> EngineParts:
         """Parts of the engine."""
@@ -181,7 +181,7 @@ class ModuleEngine(Engine):
     def _check_config(self, world_size: int) -> dict[str, str]:
         config, able = self._config, self._backend.capabilities
         if config.trains_mtp and not able.trains_mtp:
-            raise ConfigError("mtp is train; of the backends here megatron alone does it. Use that, or mtp=freeze.")
+            raise ConfigError("mtp is train; of the backends here fsdp and megatron do it. Use one, or mtp=freeze.")
         for name, usual in (("transformer_engine", True), ("bridge", Bridge.AUTO)):
             if (value := getattr(config, name)) != usual and not able.has_transformer_engine:
                 raise ConfigError(
@@ -358,6 +358,8 @@ class ModuleEngine(Engine):
         """Shards of this rank, in `precision`."""
         if self.parts.built.peft is not None:
             raise ConfigError("An adapter is merged into whole tensors only; use get_per_tensor_param.")
+        if self._config.exports_mtp:
+            raise ConfigError("exports_mtp is true: layers for it leave as whole tensors; use get_per_tensor_param.")
         return self.parts.export.shards()
 
     def save_model(self, path: str | Path) -> None:

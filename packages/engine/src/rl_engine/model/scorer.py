@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rl_engine.distributed.world import World
     from rl_engine.layers.logprobs import HeadLoss
     from rl_engine.layers.moe import ExpertLoad, Experts, Routing
+    from rl_engine.layers.mtp import MtpLayer
     from rl_engine.layers.multimodal import MultimodalInputs
     from rl_engine.optimizer import StepOptimizer
     from rl_engine.types import EngineConfig, ModelOutput, PeftConfig
@@ -28,6 +29,8 @@ class Scorer(nn.Module):
 
     multimodal: MultimodalInputs | None = None
     """Multimodal inputs; None for a model that takes none in that way."""
+    mtp: MtpLayer | None = None
+    """Layer for multi-token prediction, where it is trained in the model."""
     shares_prefixes: bool = False
     """Whether tokens that rows begin with in common may be fed once."""
 
@@ -64,6 +67,15 @@ class Scorer(nn.Module):
     @abstractmethod
     def named_weights(self) -> dict[str, Tensor]:
         """Parameters, tied ones once, and the buffers that belong to a checkpoint."""
+
+    def named_layers(self, *, ahead: bool) -> dict[str, Tensor]:
+        """Those of `named_weights` that are of the layer for multi-token prediction, or all others."""
+        prefix = None if self.mtp is None else self.mtp.prefix
+        return {
+            name: tensor
+            for name, tensor in self.named_weights().items()
+            if (prefix is not None and name.startswith(prefix)) == ahead
+        }
 
     def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a Hugging Face folder that some of `named_weights` are made of."""

@@ -80,9 +80,10 @@ class Mtp(StrEnum):
     REFUSE = "refuse"
     """Such a folder is refused."""
     FREEZE = "freeze"
-    """Neither computed nor trained; `save_model` writes them as they were."""
+    """Neither computed nor trained; `save_model` and `exports_mtp` give them as they were."""
     TRAIN = "train"
-    """Trained along with the policy, which they do not change (`megatron`, one layer of DeepSeek-V3 or GLM-4.5)."""
+    """Trained along with the policy, which they do not change: one layer of DeepSeek-V3 or GLM-4.5 (`fsdp`, `megatron`)
+    or of Qwen3-Next and Qwen3.5 (`fsdp`)."""
 
 
 class Head(StrEnum):
@@ -341,6 +342,9 @@ class EngineConfig:
     predict completion tokens with `loss_mask` 1 from two tokens before (2412.19437, section 2.2), reported as
     `mtp_loss`. Trunk, embedding and head are given to it detached, and its gradient is not counted in the norm: the
     policy's steps are those without it. A frozen engine leaves the layers as with `freeze`."""
+    exports_mtp: bool = False
+    """Weights for servers include the layers for multi-token prediction, after the policy's and as whole tensors, but
+    for their copies of embedding and head. Needs `mtp`."""
     async_checkpoints: bool = False
     """`save_checkpoint` returns once everything is copied to the CPU; a thread writes it. A failure is raised by the
     next `save_checkpoint` or `load_checkpoint`, or by `close`, which wait for it."""
@@ -395,6 +399,8 @@ class EngineConfig:
                     raise ConfigError(
                         f"mtp is train and {name} is {value}; it trains with {name}={instead}. Or mtp=freeze."
                     )
+        if self.exports_mtp and (self.mtp == Mtp.REFUSE or self.exports_adapter):
+            raise ConfigError("exports_mtp is true; it needs mtp=freeze or train, and whole weights, not an adapter.")
         for name in ("entropy", "sum_pi_squared", "num_candidates"):
             if getattr(self, name) and self.head != Head.LM:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it needs head=lm, and head is {self.head}.")

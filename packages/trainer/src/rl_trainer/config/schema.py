@@ -384,6 +384,7 @@ class EngineSection(EngineConfig):
     entropy: bool = field(init=False, default=False)
     sum_pi_squared: bool = field(init=False, default=False)
     num_candidates: int = field(init=False, default=0)
+    exports_mtp: bool = field(init=False, default=False)
     seed: int = field(init=False, default=0)
     timeout_s: float = field(init=False, default=600.0)
 

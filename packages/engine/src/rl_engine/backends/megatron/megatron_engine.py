@@ -318,18 +318,13 @@ class StageExport(WeightExport):
         return local_shards(stage.weights.local_parts(policy))
 
     def mtp_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Embedding and head of the layer are the model's."""
+        """See `WeightExport`."""
         stage = stage_of(self._built)
         if not stage.arch.has_mtp:
             yield from super().mtp_tensors()
             return
         weights, named = stage.weights, stage.named_weights()
         yield from weights.export(named, [entry for entry in weights.entries if entry.is_mtp])
-        shared = {"embed_tokens": "model.embed_tokens.weight", "head": "lm_head.weight"}
-        for name in hf_folder.mtp_copies(Path(self._built.config.model_path)):
-            source = "model.embed_tokens.weight" if stage.arch.is_tied else shared[name.split(".")[-2]]
-            found = weights.export(named, [entry for entry in weights.entries if source in entry.tensors])
-            yield name, next(found)[1].clone()
 
 
 class StageState(TrainingState):
@@ -427,7 +422,7 @@ class MicroBatches:
         if not stage.layout.is_last_stage or chunk < stage.layout.vpp - 1:
             return hidden
         if self._embedding is not None:
-            share = stage.mtp_loss(hidden, packed, self._mask(index), self._embedding)
+            share = stage.mtp_loss(hidden, packed, self._plan.mask(index), self._embedding)
             self.results.add_shares({MTP_LOSS: share})
             hidden = attach(hidden, share)
         if is_idle:
@@ -445,12 +440,6 @@ class MicroBatches:
             return hidden
         self.results.add_shares({AUX_LOSS: share})
         return attach(hidden, self._load.coef * share)
-
-    def _mask(self, index: int) -> Tensor | None:
-        """(C,) what counts of the completion tokens of a micro-batch; None: all of them, or none of an idle one."""
-        if self._plan.is_idle(index) or not self._plan.batch.has("loss_mask"):
-            return None
-        return self._plan.batch.select(self._plan.micro_batches[index])["loss_mask"].values()
 
     def _packed(self, index: int) -> PackedRows:
         return self.stage.padded(self._plan.pack(index))

@@ -18,13 +18,14 @@ from rl_engine.testing import write_tiny_model
 from megatron.core.dist_checkpointing import load_tensors_metadata
 
 pytestmark = pytest.mark.timeout(300)
-SCRIPT = Path(__file__).parents[1] / "support" / "megatron_mtp_ranks.py"
-_spec = spec_from_file_location("megatron_mtp_ranks", SCRIPT)
+SCRIPT = Path(__file__).parents[1] / "support" / "mtp_ranks.py"
+_spec = spec_from_file_location("mtp_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
-TWO, MORE = ["v3:sp2"], ["v3:pp2", "v3:dp2", "v3:ep2", "glm:sp2", "glm:vpp2"]
+TWO = ["v3:sp2:megatron", "v3:dp2:fsdp", "next:dp2:fsdp"]
+MORE = [*(f"v3:{axis}:megatron" for axis in ("pp2", "dp2", "ep2")), "v3:ep2:fsdp"]
+MORE += ["glm:sp2:megatron", "glm:vpp2:megatron", "glm:dp2:fsdp", "next:ep2:fsdp"]
 CASES = [*TWO, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
-NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
 def run_ranks(start_ranks, folder, size, cases=TWO):
@@ -54,14 +55,15 @@ class Oracle:
         )
         self.big.set_experts_implementation("eager")
         self.big.config.num_hidden_layers -= 1  # transformers' decoder runs so many of its layers
-        self.behind = f"model.layers.{self.big.config.num_hidden_layers}"
+        self.kind, self.behind = kind, ranks.prefix_of(kind)
         saved = load_file(folder / kind / "model.safetensors")
-        self.own = {
-            name: saved[f"{self.behind}.{name}.weight"].double().requires_grad_() for name in ("eh_proj", *NORMS)
-        }
-        layer = self.big.model.layers[-1]
-        policy = [part for name, part in self.big.named_parameters() if not name.startswith(self.behind)]
-        trained = [*policy, *layer.parameters(), *self.own.values()]
+        self.own = [
+            saved[f"{self.behind}.{name}.weight"].double().requires_grad_()
+            for name in ranks.OWN.get(kind, ranks.OWN["v3"])
+        ]
+        layer, last = self.big.model.layers[-1], f"model.layers.{ranks.COUNT}."
+        policy = [part for name, part in self.big.named_parameters() if not name.startswith(last)]
+        trained = [*policy, *layer.parameters(), *self.own]
         adam = ranks.OPTIMIZER
         groups = [
             {"params": [part for part in trained if (part.ndim > 1) == decays], "weight_decay": decays * 0.01}
@@ -101,8 +103,9 @@ class Oracle:
     def states_ahead(self, states, ids):
         """(1, T - 1, H): at i from the state at i and the embedding of token i + 1, for token i + 2."""
         embedded, states = self.big.model.embed_tokens(ids[None, 1:]).detach(), states[:, :-1].detach()
-        both = torch.cat([self.norm(embedded, "enorm"), self.norm(states, "hnorm")], -1)
-        mixed, length = both @ self.own["eh_proj"].T, len(ids) - 1
+        wide, *norms = self.own
+        both = torch.cat([self.norm(embedded, norms[0]), self.norm(states, norms[1])], -1)
+        mixed, length = both @ wide.T, len(ids) - 1
         places = torch.arange(length)[None]
         hidden = self.big.model.layers[-1](
             mixed,
@@ -110,19 +113,21 @@ class Oracle:
             position_ids=places,
             position_embeddings=self.big.model.rotary_emb(mixed, position_ids=places),
         )
-        return self.norm(hidden, "shared_head.norm")
+        return self.norm(hidden, norms[2])
 
-    def norm(self, states, name):
+    def norm(self, states, weight):
         scale = (states.square().mean(-1, keepdim=True) + self.big.config.rms_norm_eps).rsqrt()
-        return states * scale * self.own[name]
+        return states * scale * (weight + (self.kind == "next"))
 
     def layer(self):
         weights = {
-            name: tensor.clone()
+            ranks.in_folder(self.kind, name): tensor.clone()
             for name, tensor in ranks.megatron.weights_of(self.big).items()
-            if name.startswith(self.behind)
+            if name.startswith(f"model.layers.{ranks.COUNT}.")
         }
-        return weights | {f"{self.behind}.{name}.weight": part.detach().clone() for name, part in self.own.items()}
+        names = ranks.OWN.get(self.kind, ranks.OWN["v3"])
+        mine = {f"{self.behind}.{name}.weight": part for name, part in zip(names, self.own, strict=True)}
+        return weights | {name: part.detach().clone() for name, part in mine.items()}
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +150,7 @@ def test_the_layer_learns_tokens_two_ahead(seen, oracles, case):
         [ahead for _, ahead in want.losses], rel=1e-8
     )
     for found, expected in zip(got["layer"], want.layers, strict=True):
-        copies = {f"{want.behind}.embed_tokens.weight", f"{want.behind}.shared_head.head.weight"}
-        assert found.keys() == expected.keys() | copies
-        torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=1e-7, atol=1e-8)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.promise("and the policy's steps are those without it")
@@ -175,12 +178,15 @@ def test_a_saved_model_has_the_mtp_layer_with_embedding_and_head(seen, oracles, 
     behind, got = oracle_of(oracles, seen["folder"], case.split(":")[0]).behind, seen[case]
     saved = load_file(seen["folder"] / f"{case.replace(':', '-')}-saved" / "model.safetensors")
     assert saved.keys() == load_file(seen["folder"] / case.split(":")[0] / "model.safetensors").keys()
-    assert torch.equal(saved[f"{behind}.embed_tokens.weight"], saved["model.embed_tokens.weight"])
-    assert torch.equal(saved[f"{behind}.shared_head.head.weight"], saved["lm_head.weight"])
+    if behind != "mtp":
+        assert torch.equal(saved.pop(f"{behind}.embed_tokens.weight"), saved["model.embed_tokens.weight"])
+        assert torch.equal(saved.pop(f"{behind}.shared_head.head.weight"), saved["lm_head.weight"])
     for name, tensor in (got["layer"][1] | got["train"]["weights"][1]).items():
         assert torch.equal(saved[name].double(), tensor.double()), name
     assert got["again"].keys() == saved.keys()
     torch.testing.assert_close(got["again"], {name: tensor.double() for name, tensor in saved.items()})
+    if "megatron" not in case:
+        return
     torch.testing.assert_close(got["from megatron"], got["layer"][1] | got["train"]["weights"][1], rtol=0, atol=0)
     with megatron_calls():
         written = load_tensors_metadata(str(seen["folder"] / f"{case.replace(':', '-')}-megatron"))
@@ -190,7 +196,7 @@ def test_a_saved_model_has_the_mtp_layer_with_embedding_and_head(seen, oracles, 
 @pytest.mark.slow
 def test_a_checkpoint_of_one_layout_continues_on_another(more):
     for before, case in pairwise(MORE):
-        if before.split(":")[0] == case.split(":")[0]:
+        if before.split(":")[::2] == case.split(":")[::2]:
             (metrics, norm), weights = more[case]["resumed"]
             first = more[before]
             assert metrics == pytest.approx(first["train"]["steps"][1][0], rel=1e-7)
@@ -205,6 +211,7 @@ def test_a_checkpoint_of_one_layout_continues_on_another(more):
         ({"init": "random"}, r"mtp is train and init is random; it trains with init=pretrained\. Or mtp=freeze\."),
         ({"lora": LoraConfig()}, r"mtp is train and lora is .*; it trains with lora=None\. Or mtp=freeze\."),
         ({"mtp": "learn"}, r"mtp is 'learn'; allowed are refuse, freeze, train\."),
+        ({"mtp": "refuse", "exports_mtp": True}, r"exports_mtp is true; it needs mtp=freeze or train"),
     ],
 )
 def test_settings_that_it_does_not_go_with_are_refused(changes, message):
@@ -212,34 +219,55 @@ def test_settings_that_it_does_not_go_with_are_refused(changes, message):
         EngineConfig(model_path="model", **({"mtp": "train"} | changes))
 
 
+@pytest.mark.usefixtures("cuda_stand_in")
 def test_models_and_layouts_that_it_is_not_for_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"mtp is train; of the backends here megatron alone does it\. Use that"):
-        create_engine("fsdp", EngineConfig(model_path=str(write_tiny_model(tmp_path / "a")), mtp="train")).check(1)
+    plain = EngineConfig(model_path=str(write_tiny_model(tmp_path / "a")), mtp="train")
+    with pytest.raises(ConfigError, match=r"mtp is train; of the backends here fsdp and megatron do it\. Use one"):
+        create_engine("torchtitan", plain).check(1)
+    with pytest.raises(ConfigError, match=r"mtp is train and .*/a has no layer for multi-token prediction\. Leave"):
+        create_engine("fsdp", plain).check(1)
     dense = EngineConfig(model_path=str(tmp_path / "a"), mtp="train")
     with pytest.raises(ConfigError, match=r"mtp is train and the model is qwen3; mapped are deepseek_v3, glm4_moe\."):
         create_engine("megatron", dense).check(1)
     ranks.write_model(tmp_path, "glm")
     given = {"model_path": str(tmp_path / "glm"), "mtp": "train"}
-    with pytest.raises(ConfigError, match=r"mtp is train and parallel\.cp is 2, whose ranks"):
-        create_engine("megatron", EngineConfig(**given, parallel=ParallelConfig(cp=2))).check(2)
-    create_engine("megatron", EngineConfig(**given)).check(1)
+    for backend, axis in (("megatron", "cp"), ("fsdp", "sp")):
+        with pytest.raises(ConfigError, match=rf"mtp is train and parallel\.{axis} is 2, whose ranks"):
+            create_engine(backend, EngineConfig(**given, parallel=ParallelConfig(**{axis: 2}))).check(2)
+        create_engine(backend, EngineConfig(**given)).check(1)
     file = tmp_path / "glm" / "model.safetensors"
     tensors = load_file(file)
     ranks.save_file({name: part for name, part in tensors.items() if "hnorm" not in name}, file, {"format": "pt"})
-    with pytest.raises(ModelFolderError, match=r"lacks .*hnorm\.weight"):
-        create_engine("megatron", EngineConfig(**given)).check(1)
+    for backend in ("megatron", "fsdp"):
+        with pytest.raises(ModelFolderError, match=r"lacks .*hnorm\.weight"):
+            create_engine(backend, EngineConfig(**given)).check(1)
     ranks.save_file(tensors | {"model.layers.5.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
-    with pytest.raises(ModelFolderError, match=r"has, beyond what the architecture takes, .*layers\.5\.eh_proj"):
-        create_engine("megatron", EngineConfig(**given)).check(1)
+    for backend in ("megatron", "fsdp"):
+        with pytest.raises(ModelFolderError, match=r"has, beyond what the architecture takes, .*layers\.5\.eh_proj"):
+            create_engine(backend, EngineConfig(**given)).check(1)
 
 
+@pytest.mark.promise("Layers for multi-token prediction go to servers with the weights, and into folders as they were")
 @pytest.mark.process
-def test_a_frozen_engine_leaves_the_layer_as_it_was(tmp_path):
-    ranks.write_model(tmp_path, "glm")
-    config = EngineConfig(model_path=str(tmp_path / "glm"), mtp="train", optimizer=None)
-    engine = create_engine("megatron", config)
+@pytest.mark.parametrize(
+    ("backend", "kind", "mtp"), [("fsdp", "v3", "freeze"), ("fsdp", "next", "train"), ("megatron", "glm", "train")]
+)
+def test_a_frozen_engine_leaves_the_layer_as_it_was(tmp_path, backend, kind, mtp):
+    ranks.write_model(tmp_path, kind)
+    config = EngineConfig(model_path=str(tmp_path / kind), mtp=mtp, exports_mtp=True, optimizer=None)
+    engine = create_engine(backend, config)
+    engine.check(1)
     engine.initialize()
     engine.save_model(tmp_path / "saved")
+    sent = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    with pytest.raises(ConfigError, match="exports_mtp is true: layers for it leave as whole tensors"):
+        next(engine.get_local_shards())
     engine.close()
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("glm", "saved"))
+    (before, first), (after, second) = (
+        (load_file(file), file.read_bytes())
+        for file in (tmp_path / name / "model.safetensors" for name in (kind, "saved"))
+    )
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert first == second
+    copies = {f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
+    torch.testing.assert_close(sent, {name: part for name, part in before.items() if name not in copies})
