@@ -4,6 +4,7 @@ import base64
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
@@ -355,6 +356,48 @@ def test_sglang_takes_a_version_by_its_custom_loader(pair, url):
         assert same(model, weights_of(version))
     with pytest.raises(rl_ckpt.UsageError, match="it was given 5 tensors"):
         sglang.load_weights(model, list(weights_of(1).items()))
+    sglang.engines.pop(id(model)).installer.detach()
+
+
+class FusedNextN(nn.Module):
+    """As SGLang's models that draft: embedding and head are the model's, weights those of the layer alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.fc = nn.Parameter(torch.zeros(6, 12), requires_grad=False)
+        self.embed = model.embed
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            assert name in ("mtp.fc.weight", "model.layers.3.eh_proj.weight")
+            self.fc.copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.layers.3.eh_proj.weight"])
+def test_a_model_that_drafts_is_installed_and_undone_too(pair, url, name):
+    """SGLang calls a custom loader for the one that drafts, and then for the model, which takes both."""
+    model = Fused()
+    model.config = SimpleNamespace(num_hidden_layers=3)
+    ahead = FusedNextN(model)
+
+    def take(version):
+        request = sglang.session_tensors(url, version)
+        sglang.load_weights(ahead, request)
+        sglang.load_weights(model, request)
+
+    first, second = torch.ones(6, 12), torch.full((6, 12), 2.0)
+    pair.sync({**weights_of(1), name: first}, 1, lambda: take(1))
+    assert same(model, weights_of(1))
+    assert torch.equal(ahead.fc, first)
+    pair.sync({**weights_of(2), name: second}, 2, lambda: take(2), pair.veto, fails="vetoed")
+    assert same(model, weights_of(1))
+    assert torch.equal(ahead.fc, first)
+    pair.sync({**weights_of(2), name: second}, 3, lambda: take(3))
+    assert torch.equal(ahead.fc, second)
+    copy = {"model.layers.3.shared_head.head.weight": torch.ones(2)}
+    pair.sync({**weights_of(2), name: first, **copy}, 4, lambda: take(4), fails="lost or changed")
+    sglang.drafters.clear()
     sglang.engines.pop(id(model)).installer.detach()
 
 

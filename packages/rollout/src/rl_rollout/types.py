@@ -311,6 +311,8 @@ class Capabilities:
     """Whether `update_weights` takes the tensors of an adapter alone, named `adapters.NAME....`."""
     takes_slices: bool = False
     """Whether `update_weights` takes slices of tensors from several senders: see `rl_ckpt.sharded`."""
+    takes_mtp: bool = False
+    """Whether `update_weights` takes the layers for multi-token prediction, with which the server drafts."""
     structured: Literal["none", "model", "restricted"] = "none"
     """Structured outputs (`SamplingParams.json_schema`, `regex`, `choice`): none, with log-probs of the model, which
     may be trained on, or with log-probs of the restricted distribution that was sampled from."""

@@ -59,6 +59,9 @@ def parse():
     parser.add_argument("--lora-paths", nargs="+", type=json.loads, default=[])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-total-tokens", type=int, default=2**20)
+    parser.add_argument("--speculative-algorithm", choices=["EAGLE"])
+    for name in ("num-steps", "eagle-topk", "num-draft-tokens"):
+        parser.add_argument(f"--speculative-{name}", type=int)
     arguments = parser.parse_args()
     assert arguments.custom_weight_loader == LOADER
     # Requests without one take a slot of their own.

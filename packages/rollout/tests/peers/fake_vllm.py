@@ -71,6 +71,7 @@ def parse():
     parser.add_argument("--max-lora-rank", type=int, choices=(1, 8, 16, 32, 64, 128, 256, 320, 512))
     parser.add_argument("--lora-modules", nargs="+", type=json.loads, default=[])
     parser.add_argument("--no-mm-device-do-normalize", action="store_true")
+    parser.add_argument("--speculative-config", type=json.loads)
     parser.add_argument("--limit-mm-per-prompt", type=json.loads)
     parser.add_argument("--fail-finish", type=int, default=0, help="of this fake: the version whose finish fails")
     arguments = parser.parse_args()
@@ -78,6 +79,8 @@ def parse():
     # A request without an adapter is given what lies in the last slot, by the real one on a CPU.
     assert not arguments.lora_modules or arguments.max_loras > len(arguments.lora_modules)
     assert json.loads(arguments.weight_transfer_config) == {"backend": "rl_ckpt"}
+    drafts = arguments.speculative_config
+    assert drafts is None or (drafts.keys() == {"method", "num_speculative_tokens"} and drafts["method"] == "mtp")
     return arguments
 
 
@@ -165,7 +168,7 @@ class FakeVllm:
             "/pause": lambda body, query: self.server.pause(query["mode"]),
             "/resume": self.resume,
             "/init_weight_transfer_engine": self.init,
-            "/start_weight_update": self.begin,
+            f"/start_{'draft_' if self.arguments.speculative_config else ''}weight_update": self.begin,
             "/update_weights": self.update,
             "/finish_weight_update": self.finish,
             "/update_weight_version": self.set_version,

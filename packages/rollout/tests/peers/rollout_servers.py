@@ -7,6 +7,7 @@ imported.
 """
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -43,8 +44,10 @@ real_sglang = real(SGLANG, "RL_ROLLOUT_SGLANG")
 real_trtllm = real(TRTLLM, "RL_ROLLOUT_TRTLLM")
 
 
-def config_of(folder, *args, command, env=None, adapters=(), **fields):
-    options = {"command": command, "args": list(args), "env": env or {}, "adapters": dict(adapters)}
+def config_of(folder, *args, command, env=None, adapters=None, num_mtp_tokens=None, **fields):
+    options = {"command": command, "args": list(args), "env": env or {}}
+    options |= {} if adapters is None else {"adapters": dict(adapters)}
+    options |= {} if num_mtp_tokens is None else {"num_mtp_tokens": num_mtp_tokens}
     fields = {"num_threads": 1, "timeout_s": START_S, "dtype": "float32", "max_num_seqs": 32} | fields
     return ServerConfig(model_path=str(folder), options=options, **fields)
 
@@ -89,6 +92,29 @@ def real_sglang_config(folder, *args, max_total_tokens=65536, **fields):
 
 def real_model(folder, **overrides):
     return write_tiny_model(folder / "model", max_position_embeddings=8192, **{**SIZES, **overrides})
+
+
+def mtp_model(folder, seed=0):
+    """A GLM-4.5 of two layers, with the layer for multi-token prediction behind them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    ids = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    heads = {**SIZES, "use_qk_norm": True, "max_position_embeddings": 512}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
+               "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, **ids, **heads, **experts}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes), dtype=torch.float32)
+    model.save_pretrained(folder)
+    extra = {"model.layers.2.eh_proj.weight": torch.randn(64, 128) / 8}
+    extra |= {f"model.layers.2.{name}.weight": torch.rand(64) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    file, config = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    counts = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    config.write_text(json.dumps(json.loads(config.read_text()) | counts))
+    return folder
 
 
 def real_vl_model(folder, family, patch_size=4):

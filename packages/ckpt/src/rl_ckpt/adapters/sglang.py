@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore[reportPrivateUsage]  # its name is in the pickle
 
+from rl_ckpt.adapters import drafter
 from rl_ckpt.adapters.engine_lora import TENSORS_FILE, Adapters, Copy, CopyRecorder, brings_adapters, pointer
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import SCHEME
@@ -43,6 +44,10 @@ _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
 """Class of SGLang 0.5.23 that makes adapters."""
 engines: dict[int, _Engine] = {}
 """Engines by the id of a model, which its engine keeps alive."""
+DRAFTERS = ("NextN", "MTP")
+"""Ends of the names of SGLang's classes of models that draft. Their call of a custom loader is before the model's."""
+drafters: list[nn.Module] = []
+"""The one of this process."""
 managers: dict[int, Any] = {}
 """SGLang's LoRA managers, by the id of the model, which they keep alive."""
 
@@ -82,8 +87,13 @@ def load_weights(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
             f"this loader takes weights over a session; it was given {len(named_tensors)} tensors, and not what "
             "rl_ckpt.adapters.sglang.session_tensors(url, version) returns"
         )
+    if type(model).__name__.endswith(DRAFTERS):
+        drafters[:] = [model]
+        return
     url, version = named_tensors[0]
     if id(model) not in engines:
+        if drafters:
+            drafter.join(model, drafters[0])
         engines[id(model)] = _Engine(model)
     engines[id(model)].take(url, int(version))
 
@@ -167,7 +177,6 @@ class _Engine:
                 "the model's weights came to an SGLang with adapters, whose layers have other names; send it adapters "
                 "alone, or start it without them"
             )
-        loader: Any = self._model
         if owner is None:
             self._kept = {
                 name: tensor.to("cpu", copy=True)
@@ -176,7 +185,8 @@ class _Engine:
             }
         recorder = LoadRecorder(self._model, weights, owner or "")
         with recorder, torch.no_grad():
-            loader.load_weights(iter(weights.items()))
+            config = getattr(self._model, "config", None)
+            drafter.load(self._model, weights.items(), getattr(config, "num_hidden_layers", 0))
         self._loaded = filled_by(recorder.bindings) | (set() if owner is None else self._committed)
         return Held(self._model, weights, recorder.bindings)
 

@@ -26,11 +26,13 @@ from rl_rollout.backends.external.external_server import ExternalServer
 from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
+    MTP_OPTIONS,
     check_arguments,
     find_preparer,
     has_vision,
     is_quantised,
     read_environment,
+    read_mtp_tokens,
     words,
 )
 from rl_rollout.backends.external.updates import TornUpdateError
@@ -59,6 +61,7 @@ OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m sglang.launch_server",
     **COMMON_OPTIONS,
     **ADAPTER_OPTIONS,
+    **MTP_OPTIONS,
 }
 
 SEED_ARGUMENT = "--enable-deterministic-inference"
@@ -104,6 +107,7 @@ class SglangServer(ExternalServer):
             )
         super().__init__(config, engine_name="sglang")
         check_arguments(self.arguments, LAYOUT_ARGUMENTS)
+        self._num_mtp_tokens = read_mtp_tokens(config, self.arguments)
         self._layout = layout_arguments(config.parallel)
         for adapter in self.adapters.values():  # SGLang reads rank and alpha, and looks at nothing else
             check_plain(adapter.name, adapter.config, is_scaled_by_root=False)
@@ -135,7 +139,8 @@ class SglangServer(ExternalServer):
             updates_adapters=True,
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
-            takes_slices=not self.adapters,
+            takes_slices=not self.adapters and not self._num_mtp_tokens,
+            takes_mtp=bool(self._num_mtp_tokens),
             structured="restricted" if self._has_tokenizer else "none",
         )
 
@@ -168,7 +173,7 @@ class SglangServer(ExternalServer):
             *("--max-running-requests", str(config.max_num_seqs)),
             *(() if self._has_tokenizer else ("--skip-tokenizer-init",)),
             *(VISION_ARGUMENTS if self._has_vision else ()),
-            *self._layout,
+            *(*self._layout, *mtp_arguments(self._num_mtp_tokens)),
             *("--custom-weight-loader", LOADER, *lora_arguments(list(self.adapters.values())), *self.arguments),
         ]
 
@@ -290,6 +295,14 @@ class SglangServer(ExternalServer):
     async def post_wake(self, tags: Sequence[str]) -> None:
         """See `ExternalServer`."""
         await self.upstream.command("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def mtp_arguments(num_tokens: int) -> list[str]:
+    """Arguments of SGLang for drafts of so many tokens by the model's layer for multi-token prediction."""
+    if not num_tokens:
+        return []
+    count = ("--speculative-num-steps", str(num_tokens), "--speculative-num-draft-tokens", str(num_tokens + 1))
+    return ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1", *count]
 
 
 def layout_arguments(layout: ServerParallel) -> list[str]:

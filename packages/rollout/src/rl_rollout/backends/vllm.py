@@ -28,12 +28,14 @@ from rl_rollout.backends.external.external_server import ExternalServer
 from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
     COMMON_OPTIONS,
+    MTP_OPTIONS,
     Adapter,
     check_arguments,
     find_preparer,
     has_vision,
     is_quantised,
     read_environment,
+    read_mtp_tokens,
     words,
 )
 from rl_rollout.backends.external.updates import TornUpdateError, new_files, wait_for_files
@@ -58,6 +60,7 @@ OPTIONS = {
     "command": "what starts the server, a list or a line; default: this Python -m vllm.entrypoints.openai.api_server",
     **COMMON_OPTIONS,
     **ADAPTER_OPTIONS,
+    **MTP_OPTIONS,
     "max_adapters": "LoRA adapters at once, all of which weight updates bring and remove; in place of `adapters`",
     "max_rank": "largest rank of these, which their memory is reserved for; default 64",
 }
@@ -122,6 +125,7 @@ class VllmServer(ExternalServer):
                 "float32; set dtype=bfloat16 (rollout.dtype of rl-train)"
             )
         check_arguments(self.arguments, LAYOUT_ARGUMENTS)
+        self._num_mtp_tokens = read_mtp_tokens(config, self.arguments)
         self._layout = layout_arguments(config.parallel)
         self._has_vision = has_vision(self.model_config)
         if NORMALISE_ARGUMENT in self.arguments:
@@ -156,7 +160,8 @@ class VllmServer(ExternalServer):
             updates_adapters=self.config.parallel.pp == 1,
             takes_images=self.preparer is not None,
             num_receivers=self.config.parallel.num_ranks,
-            takes_slices=not self._is_converted,
+            takes_slices=not self._is_converted and not self._num_mtp_tokens,
+            takes_mtp=bool(self._num_mtp_tokens),
             attests_weights=not self._is_spread and not self._is_converted,
             structured="restricted" if self._has_tokenizer else "none",
         )
@@ -212,6 +217,7 @@ class VllmServer(ExternalServer):
             *(VISION_ARGUMENTS if self._has_vision else ()),
             *(() if self._has_tokenizer else ("--skip-tokenizer-init",)),
             *self.quantizations.get(config.quantization, ()),
+            *mtp_arguments(self._num_mtp_tokens),
             *(*self._layout, *memory, *lora_arguments([*self._room.values()] or [*self.adapters.values()])),
             *self.arguments,
         ]
@@ -297,7 +303,8 @@ class VllmServer(ExternalServer):
         if self._has_begun:
             return  # whoever asked for the last update has left while it landed: this one lands in `post_update`
         files = new_files(self._folder, "landed", self.capabilities.num_receivers)
-        await self.upstream.command("/start_weight_update")
+        # The plug-in takes the weights of both models in one update, and knows the one that drafts by this call.
+        await self.upstream.command(f"/start_{'draft_' if self._num_mtp_tokens else ''}weight_update")
         self._has_begun = True
         if address.startswith(SLICES):
             await wait_for_files(files, self.check_health, timeout_s=self.config.timeout_s)
@@ -346,6 +353,12 @@ class VllmServer(ExternalServer):
         self._wakes_cache |= "kv_cache" in tags
         if "weights" in tags:
             await self.upstream.command("/wake_up", tags="weights")
+
+
+def mtp_arguments(num_tokens: int) -> list[str]:
+    """Arguments of vLLM for drafts of so many tokens by the model's layer for multi-token prediction."""
+    settings = {"method": "mtp", "num_speculative_tokens": num_tokens}
+    return ["--speculative-config", json.dumps(settings)] if num_tokens else []
 
 
 def layout_arguments(layout: ServerParallel) -> list[str]:

@@ -1,12 +1,15 @@
 """The vLLM backend keeps the contract: against a fake that speaks its protocol, and against the real server."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 from rollout_servers import (
     alone,
+    fake_sglang_config,
     fake_vllm_config,
+    mtp_model,
     real_model,
     real_vllm,
     real_vllm_config,
@@ -16,6 +19,7 @@ from rollout_servers import (
 
 from rl_rollout import (
     ConfigError,
+    ServerParallel,
     ServerStartError,
     create_server,
 )
@@ -107,6 +111,61 @@ def test_int8_of_the_real_one_converts_each_update(tmp_path, new_trainer):
     assert after.weight_versions == (1,)
     assert after.token_ids == want.token_ids != before.token_ids
     assert 0 < abs(after.logprobs[0] - want.logprobs[0]) < 0.1
+
+
+@real_vllm
+def test_drafts_of_the_real_one_follow_updates(tmp_path, new_trainer):
+    """Tokens and log-probs are those of a server without drafts; an update loads and attests the layer that drafts."""
+    first, second = (mtp_model(tmp_path / name, seed) for name, seed in (("first", 0), ("second", 3)))
+    asked = request("asked", prompt=tuple(range(3, 40)), max_new_tokens=24)
+    sampled, found = request("sampled", max_new_tokens=24, temperature=1.0, seed=5), {}
+    for name, folder, num_mtp_tokens in (("drafts", first, 1), ("plain", second, None)):
+        config = real_vllm_config(folder, num_mtp_tokens=num_mtp_tokens, max_model_len=256)
+        for served in serve("vllm", config, new_trainer(60), max_model_len=256):
+            for version in (1, 2) if num_mtp_tokens else ():
+                served.run(served.update(served, load_weights((first, second)[version - 1]), version))
+            found[name] = served.run(served.server.generate(asked))
+            if num_mtp_tokens:
+                drawn = served.run(served.server.generate(sampled))
+            else:
+                whole = replace(asked, prompt_token_ids=(*sampled.prompt_token_ids, *drawn.token_ids))
+                scored = served.run(served.server.generate(replace(whole, returns_prompt_logprobs=True)))
+    assert found["drafts"].token_ids == found["plain"].token_ids
+    assert found["drafts"].logprobs == pytest.approx(found["plain"].logprobs, abs=1e-4)
+    assert set(found["drafts"].weight_versions) == {2}
+    assert drawn.logprobs == pytest.approx(scored.prompt_logprobs[-24:], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_mtp_tokens": 0}, "num_mtp_tokens=0 must be a number of tokens, 1 or more"),
+        ({"adapters": {}}, "num_mtp_tokens=2 does not go with this: the server has adapters"),
+        ({"quantization": "int8", "dtype": "bfloat16"}, "with this: quantization='int8'"),
+        ({"parallel": ServerParallel(pp=2)}, "with this: parallel pp=2"),
+        ({"speculates": True}, "with this: args have --speculative arguments"),
+    ],
+)
+def test_settings_that_drafts_do_not_go_with(qwen3_folder, changes, message):
+    args = ["--speculative-config={}"] if changes.pop("speculates", False) else []
+    with pytest.raises(ConfigError, match=message):
+        create_server("vllm", fake_vllm_config(qwen3_folder, *args, **{"num_mtp_tokens": 2} | changes))
+
+
+def test_drafts_by_the_models_own_layer_are_arguments(qwen3_folder, new_trainer):
+    """Weights come whole; the plug-in is told of the model that drafts, or the fake knows no such path."""
+    config = fake_vllm_config(qwen3_folder, num_mtp_tokens=2)
+    for served in serve("vllm", config, new_trainer(60), max_model_len=4096):
+        can, words = served.server.capabilities, served.server.process.command
+        served.run(served.update(served, load_weights(qwen3_folder), 1))
+    assert (can.takes_mtp, can.takes_slices, can.attests_weights) == (True, False, True)
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 2}
+    server = create_server("sglang", fake_sglang_config(qwen3_folder, num_mtp_tokens=2))
+    line = " ".join(server.process.command)
+    for part in ("algorithm EAGLE", "eagle-topk 1", "num-steps 2", "num-draft-tokens 3"):
+        assert f"--speculative-{part}" in line
+    assert (server.capabilities.takes_mtp, server.capabilities.takes_slices) == (True, False)
+    asyncio.run(server.stop())
 
 
 def test_formats_of_vllm_are_its_arguments(qwen3_folder):

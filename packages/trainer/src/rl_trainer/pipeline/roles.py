@@ -207,6 +207,7 @@ def actor_config(config: Config, model_path: Path) -> EngineConfig:
         sum_pi_squared="sum_pi_squared" in estimator_named(config.algorithm.advantage).reads,
         router_aux_loss_coef=config.engine.router_aux_loss_coef,
         num_candidates=candidates_of(config.teacher) if config.teacher is not None and is_self(config.teacher) else 0,
+        exports_mtp=drafts_by_mtp(config),
     )
 
 
@@ -273,6 +274,11 @@ def _optimizer(config: Config, *, num_idle: int = 0) -> OptimizerConfig:
 def sends_adapter(config: Config) -> bool:
     """Whether servers hold the base model, and weight syncs carry the adapter alone."""
     return config.engine.lora is not None and config.engine.lora.export == LoraExport.ADAPTER
+
+
+def drafts_by_mtp(config: Config) -> bool:
+    """Whether servers draft with the model's layer for multi-token prediction, so that weight syncs carry it."""
+    return bool(config.rollout.options.get("num_mtp_tokens"))
 
 
 def server_config(config: Config, model_path: Path, adapter: Path | None = None) -> ServerConfig:

@@ -19,7 +19,7 @@ from rl_agent.base import AgentLoop
 from rl_ckpt.errors import CkptError
 from rl_engine.errors import EngineError
 from rl_engine.registry import describe_tokens, model_folder
-from rl_engine.types import ModelInit
+from rl_engine.types import ModelInit, Mtp
 from rl_rollout.errors import RolloutError
 from rl_trainer import plugins
 from rl_trainer.algorithms import PolicyLossFunction
@@ -30,6 +30,7 @@ from rl_trainer.pipeline.roles import (
     actor_config,
     candidates_of,
     critic_config,
+    drafts_by_mtp,
     engine_of,
     frozen_config,
     has,
@@ -369,6 +370,11 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
                 "another, or runtime=inline"
             )
     _check_transport(config)
+    if drafts_by_mtp(config) and (config.engine.mtp == Mtp.REFUSE or sends_adapter(config)):
+        raise ConfigError(
+            f"rollout.options.num_mtp_tokens={config.rollout.options['num_mtp_tokens']} has servers draft with the "
+            "model's layer for multi-token prediction: set engine.mtp=train or freeze, leave engine.lora.export out"
+        )
     with _folder(config) as folder:
         left = check_engines(config, Path(folder), is_made=_is_made(folder))
         can = _server_capabilities(config, folder)
@@ -398,6 +404,9 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
             "engine.lora.export out, and it is sent the model with the adapter added in"
         )
     path = "from shard to shard" if reason is None else f"gathered, and sent by rank 0, because {reason}"
+    if config.engine.mtp != Mtp.REFUSE:
+        drafts = "with the layer" if can.takes_mtp else "without the layer (rollout.options.num_mtp_tokens is not set)"
+        path += f", {drafts} for multi-token prediction"
     return [
         *left.items(),
         ("weights", path + ", as differences" * config.weights.delta),

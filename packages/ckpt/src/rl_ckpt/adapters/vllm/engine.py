@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
+from rl_ckpt.adapters import drafter
 from rl_ckpt.adapters.engine_lora import HeldAdapters, brings_adapters
 from rl_ckpt.adapters.installer import Installer
 from rl_ckpt.adapters.layout import SCHEME
@@ -88,7 +89,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
 
     _installer: Installer | None = None
     """Kept from session to session: it knows what the model holds."""
@@ -137,6 +138,10 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             self._installer.join(url, rank, timeout_s=init_info.timeout_s, token=init_info.token)
 
+    def set_weight_update_target(self, model: nn.Module, model_config: object) -> None:
+        """Let updates bring the model that drafts too; called by vLLM for `/start_draft_weight_update`."""
+        drafter.join(self.model, model)
+
     def start_weight_update(self) -> None:
         """Let slices land from now on. The model goes on being whole until the new weights are verified."""
         self._require_session().begin(self._landed)
@@ -174,6 +179,10 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UsageError("no session is open; POST /init_weight_transfer_engine with a url in init_info first")
         return self._installer
 
+    @property
+    def _num_layers(self) -> int:
+        return self.model_config.hf_text_config.num_hidden_layers
+
     def _load(self, weights: Mapping[str, Tensor], owner: str | None = None) -> Held | HeldAdapters | None:
         """Put weights into the model; return what it then holds of them, if that is to be attested."""
         self._brings_adapters = brings_adapters(weights)
@@ -186,7 +195,12 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load_bare(self, weights: Mapping[str, Tensor], owner: str | None) -> Held | None:
         must_fill = owner is None and self.model_config.quantization is None
-        expected = {name for name, _ in self.model.named_parameters()} if must_fill else set[str]()
+        drafts = any(drafter.is_ahead(name, self._num_layers) for name in weights)
+        expected = {
+            name
+            for name, _ in (self.model.named_parameters() if must_fill else ())
+            if drafts or not name.startswith(drafter.PART)
+        }
         recorder = LoadRecorder(self.model, weights, owner or "")
         with recorder:
             loaded = self._reload(weights.items(), owner or "")
@@ -241,7 +255,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(module)
         with _repacked_experts(module):
             try:
-                loaded: set[str] | None = self.model.load_weights(iter(weights))
+                loaded = drafter.load(self.model, weights, self._num_layers)
                 finalize_layerwise_reload(module, self.model_config)
             except BaseException:
                 _abandon(module)

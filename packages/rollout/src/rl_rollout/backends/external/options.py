@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_rollout.multimodal import ImagePreparer
+    from rl_rollout.types import ServerConfig
 
 IMAGE_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose images are prepared here, for third-party servers."""
@@ -29,6 +30,32 @@ ADAPTER_OPTIONS = {
     "default_adapter": "the adapter of requests that ask for none",
 }
 """Options of the backends that serve adapters."""
+MTP_OPTIONS = {"num_mtp_tokens": "tokens per pass drafted by the model's layer for multi-token prediction; none"}
+"""Options of the backends whose servers draft with the model's own layer."""
+
+
+def read_mtp_tokens(config: ServerConfig, arguments: Sequence[str]) -> int:
+    """Validate the option `num_mtp_tokens`: 0 where the server does not draft with the model's own layer.
+
+    Raises:
+        ConfigError: it is no number, or another setting does not go with it.
+    """
+    options = config.options
+    if (found := options.get("num_mtp_tokens")) is None:
+        return 0
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ConfigError(
+            f"option num_mtp_tokens={found!r} must be a number of tokens, 1 or more; leave it out for none"
+        )
+    for is_met, what in (
+        (not any(word.startswith("--speculative") for word in arguments), "args have --speculative arguments"),
+        (not options.keys() & {"adapters", "max_adapters"}, "the server has adapters"),
+        (config.quantization == "none", f"quantization={config.quantization!r}"),
+        (config.parallel.pp == 1, f"parallel pp={config.parallel.pp}"),
+    ):
+        if not is_met:
+            raise ConfigError(f"option num_mtp_tokens={found} does not go with this: {what}; leave one of them out")
+    return found
 
 
 def has_vision(model_config: Mapping[str, Any]) -> bool:
