@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from packages.trainer.tests.support.stand_ins import FakeAgents
+from safetensors.torch import load_file, save_file
 
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_rollout.types import Capabilities
@@ -360,6 +362,36 @@ def test_a_quantization_that_cannot_be_is_refused_early(folder, monkeypatch, bac
     monkeypatch.setattr(gpus, "local_gpus", lambda: 0)
     overrides = [f"model.path={folder}", f"rollout.backend={backend}", f"rollout.quantization={quantization}"]
     with pytest.raises(ConfigError, match=words):
+        check_backends(load_config("quickstart", overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([VLLM, "engine.mtp=refuse"], "num_mtp_tokens=1 has servers draft .*: set engine.mtp=train or freeze"),
+        ([SGLANG, "engine.mtp=freeze"], "has no layer for multi-token prediction, with which servers draft"),
+        ([SGLANG, "engine.mtp=train"], "mtp is train and .* has no layer for multi-token prediction"),
+    ],
+)
+def test_drafts_that_no_layer_makes_are_refused(folder, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_backends(
+            load_config("quickstart", [f"model.path={folder}", "rollout.options.num_mtp_tokens=1", *overrides])
+        )
+
+
+def test_the_plan_says_whether_syncs_carry_the_layer_that_drafts(tmp_path):
+    file = write_tiny_model(tmp_path / "model") / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    for options, words in (
+        ([], "from shard to shard, without the layer (rollout.options.num_mtp_tokens is not set) for multi-token"),
+        (["rollout.options.num_mtp_tokens=2"], "takes whole tensors, with the layer for multi-token prediction"),
+    ):
+        config = load_config("quickstart", [f"model.path={file.parent}", VLLM, "engine.mtp=freeze", *options])
+        assert words in dict(check_backends(config))["weights"]
+        assert actor_config(config, file.parent).exports_mtp == bool(options)
+    overrides = [f"model.path={file.parent}", "engine.mtp=freeze", "rollout.options.num_mtp_tokens=2"]
+    with pytest.raises(ConfigError, match="rollout.backend=embedded cannot be used as configured: .*num_mtp_tokens"):
         check_backends(load_config("quickstart", overrides))
 
 

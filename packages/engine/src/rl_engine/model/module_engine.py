@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,6 @@ from rl_engine.types import Bridge, EngineConfig, EngineOutput, Fp8, ModelInit, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -114,7 +114,10 @@ class ModuleBackend(ABC):
 
     def check_weights(self) -> None:
         """Refuse a folder whose weights cannot be loaded, by the headers of its files."""
-        hf_folder.check_tensors(self.config.model_path, head=self.config.head, mtp=self.config.mtp)
+        config = self.config
+        hf_folder.check_tensors(config.model_path, head=config.head, mtp=config.mtp)
+        if config.exports_mtp and not hf_folder.mtp_names(Path(config.model_path)):
+            raise ConfigError(f"{config.model_path} has no layer for multi-token prediction, with which servers draft.")
 
     def group_ranks(self, world: World) -> ModelReplicas:
         """Model replicas: which ranks share one; groups of `parallel.sp` share their rows. Collective."""
