@@ -147,6 +147,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_does_not_end_is_an_error(tmp_path, monkeypatch, template):
     monkeypatch.setattr(folder_tokens, "_MAX_RENDER_S", 0.3)

@@ -55,6 +55,7 @@ SAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not:UserWarning"
 )  # torch 2.15, of its own check

@@ -94,6 +94,7 @@ class Talk:
         return "go on", 0.0, False, False, {}
 
 
+@pytest.mark.process
 @pytest.mark.promise("What the model emitted is never re-tokenised")
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15, deadline=None)

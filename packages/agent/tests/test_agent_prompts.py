@@ -67,6 +67,7 @@ def marked(name):
     return pytest.param(name, marks=pytest.mark.process if name in ("swe", "gui") else ())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("family", ["qwen", "plain"])
 @pytest.mark.parametrize("name", [*map(marked, CASES)])
 def test_the_server_gets_the_prompt_that_was_measured(make_tokenizer, name, family):

@@ -100,6 +100,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_earlier(tmp_path):
     assert (tmp_path / "model" / "a").read_text() == "first"
 
 
+@pytest.mark.process
 def test_the_small_model_s_file_is_named(tmp_path):
     config = load_config("quickstart")
     with file_sizes_limited(1 << 20), pytest.raises(OSError, match="model/model.safetensors"):

@@ -216,6 +216,7 @@ def test_sessions_do_not_mix():
         assert len(outputs) == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("endpoint", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_openai_agents_runs_unchanged(endpoint, is_streaming):

@@ -192,6 +192,7 @@ def test_a_game_of_kuhn_poker_is_paid_out(deal, moves, gains):
     assert (tuple(paid.values()), game.agents) == (gains, [])
 
 
+@pytest.mark.process
 def test_every_kind_of_bug_fails_its_tests_and_the_fix_passes():
     config = SimpleNamespace(format="repair", eval_size=64, options={})
     rows = repair.rows(config, seed=3)

@@ -79,6 +79,7 @@ OWN = [
 ]  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.promise("`rl_engine.check` says what `initialize` would")
 @pytest.mark.parametrize(
     ("backend", "folder", "changes", "world_size", "error", "sentence"),

@@ -266,6 +266,7 @@ def group_batch(seed=0):
 IN_PIECES = [("plain", 120), *(pytest.param(way, 120, marks=SLOW) for way in WAYS if way != "plain")]
 
 
+@pytest.mark.process
 @pytest.mark.promise("Shared prompts are computed once, and nothing depends on it")
 @pytest.mark.parametrize(("way", "budget"), [*((way, 4096) for way in WAYS), *IN_PIECES])
 def test_nothing_depends_on_it(folders, way, budget):

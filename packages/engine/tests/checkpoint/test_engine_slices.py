@@ -133,6 +133,7 @@ def quantise(folder, kind, sizes):
     return narrow, wide
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("backend", "kind", "sizes"),
     [

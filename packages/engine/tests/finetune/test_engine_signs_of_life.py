@@ -41,6 +41,7 @@ def slow_steps(monkeypatch):
     monkeypatch.setattr(SignsOfLife, "begin", slow)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("main", "row", "keys"),
     [

@@ -48,6 +48,7 @@ def states(folder, row):
         return model.score(model.model(torch.tensor([row])).last_hidden_state)[0, :, 0]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("head", "shift"), [("value", 1), ("reward", 0)])
 @pytest.mark.parametrize("budget", [4096, 6])
 def test_values_precede_their_token_and_rewards_follow_it(classifier, head, shift, budget):

@@ -1,7 +1,6 @@
 """Mixtures of experts: the auxiliary loss of the whole batch, and the experts that a server chose."""
 
 import gc
-import os
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def test_a_closed_engine_is_freed(tmp_path, backend):
         engine.close()
         del engine
         gc.collect()
-        return len(os.listdir("/proc/self/fd"))
+        return len([*Path("/proc/self/fd").iterdir()])
 
     assert descriptors() == descriptors()
 

@@ -158,6 +158,7 @@ def test_scores_and_gradients_are_those_of_rows_by_themselves(tmp_path, kind, ha
         engine.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", MODALITIES)
 def test_equal_tokens_with_other_pictures_are_not_one_prompt(tmp_path, kind):
     folder = write_model(tmp_path, kind)

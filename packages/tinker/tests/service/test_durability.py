@@ -110,6 +110,7 @@ def test_processes_may_be_lost_in_every_command(tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.process
 @pytest.mark.promise("Nothing that was acknowledged is lost when the server is killed")
 def test_the_server_may_end_before_and_after_every_commit(tmp_path, monkeypatch):
     images = []

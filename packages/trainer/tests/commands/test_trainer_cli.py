@@ -181,6 +181,7 @@ def test_resume_of_nothing(capsys):
     assert "--resume goes on with the run in output_dir, which is not set" in refused(capsys, "quickstart", "--resume")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("state", "words"),
     [

@@ -43,6 +43,7 @@ def test_one_step_off_takes_the_longer_of_its_two_phases(update_tokens_per_s, se
     assert (found.staleness_mean, found.staleness_max) == (1, 1)
 
 
+@pytest.mark.process
 def test_engine_and_servers_sharing_processors_slow_each_other():
     # 8 s of generation beside 4 s of learning: at half the speed these take 8, in which 4 s' worth is generated
     shared = simulate(configured("pipeline=one_step_off"), replace(EVEN, overlap=0.5))

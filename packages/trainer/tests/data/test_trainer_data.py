@@ -115,6 +115,7 @@ def test_missing_files_and_broken_json(tmp_path):
         load_datasets(DataConfig(), seed=0)
 
 
+@pytest.mark.process
 @pytest.mark.promise("Held-out rows are never trained on")
 def test_reasoning_gym_holds_out_problems_never_trained_on():
     config = DataConfig(

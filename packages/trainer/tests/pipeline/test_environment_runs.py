@@ -69,6 +69,7 @@ def test_frozen_lake_trains(model, tmp_path):
     assert max(line["metrics"]["completion_tokens_max"] for line in lines[1:]) > 24, "some rollouts have several turns"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("environment", "more", "sentence"),
     [

@@ -45,6 +45,7 @@ def test_the_average_by_hand_and_in_float32(tmp_path):
         average_folders(reference, other, tmp_path / "into", 0.5)
 
 
+@pytest.mark.process
 def test_it_moves_at_intervals_in_one_folder_and_is_checkpointed(tmp_path):
     calls, values = [], {"policy": 0.0, "reference": torch.tensor([0.0])}
     start = folder(tmp_path / "start", w=values["reference"])

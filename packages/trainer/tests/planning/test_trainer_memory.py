@@ -227,6 +227,7 @@ SIZES = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("overrides", [[], LORA, ["engine.lora={rank: 3, target_modules: [q_proj, down_proj]}"]])
 def test_weights_gradients_and_moments_are_those_of_an_engine(tmp_path, overrides):
     folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, **SIZES)

@@ -469,6 +469,7 @@ def test_a_value_of_the_wrong_kind_is_listed_or_refused(number):
         convert([f"data.val_max_samples={number}"])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("value", ["0", "-1", "abc", "[]", "{}", "null", "True", "1e400", "a_b_c", "nan"])
 def test_odd_values_are_converted_listed_or_refused(value):
     for key in equivalents.tables()["verl"]:

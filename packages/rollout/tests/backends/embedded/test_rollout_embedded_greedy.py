@@ -119,6 +119,7 @@ def fed_tokens(engine):
     return fed
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_equals_transformers(name, tmp_path):
     overrides = dict(FAMILIES[name])
@@ -296,6 +297,7 @@ def test_a_group_is_computed_once(qwen3_folder):
     assert {output.token_ids for output in outputs.values()} == {run_to_end(alone)["alone"].token_ids}
 
 
+@pytest.mark.process
 @pytest.mark.promise("recurrent state is kept next to the KV cache")
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
 def test_states_follow_their_sequences(name, tmp_path):
