@@ -92,8 +92,8 @@ BESIDE = {
     **{f"lora_{key}": {"lora_rank": 2} for key in ("alpha", "dropout", "target_modules", "export")},
     "forward_weight": {"loss": "mixed"},
 }
-# test_a_resumed_run_is_the_run_that_was_not_interrupted, test_what_is_there_is_not_overwritten
-ELSEWHERE_TESTED = {"resume", "overwrite"}
+# test_a_resumed_run_is_the_run_that_was_not_interrupted, test_what_is_there_is_not_overwritten, test_engine_images.py
+ELSEWHERE_TESTED = {"resume", "overwrite", "freeze_vision"}
 CASES = [(SftConfig, key, *what) for key, what in SHARED.items()]
 CASES += [(kind, key, *what) for kind, keys in OWN.items() for key, what in keys.items()]
 BY_DEFAULT = {"loss", "num_candidates", "beta"}  # of those that one command line alone has

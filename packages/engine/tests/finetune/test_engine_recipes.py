@@ -20,7 +20,7 @@ NEEDED = ("model.path=m", "data.path=d.jsonl", "output_dir=o")
 
 
 def test_every_recipe_belongs_to_a_program():
-    assert {file.stem for file in RECIPES.glob("*.yaml")} == set(PROGRAMS)
+    assert {file.stem for file in RECIPES.glob("*.yaml")} == {*PROGRAMS, *(f"{name}-vlm" for name in PROGRAMS)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -30,6 +30,9 @@ def test_a_recipe_gives_values_and_the_command_line_wins(name):
     assert (config.epochs, config.precision, config.activation_checkpointing) == (1, "auto", None)
     assert config.lr == 0.5
     _refuse_idle(config)
+    vision = parse_config(kind, [f"{name}-vlm", *NEEDED], program=program)
+    assert (vision.lora_rank, vision.freeze_vision) == (16, True)
+    _refuse_idle(vision)
     shorter = parse_config(kind, [name, *NEEDED, "steps=7"], program=program)
     assert (shorter.steps, shorter.epochs) == (7, 0)
 
@@ -44,8 +47,8 @@ def test_a_recipe_of_ones_own_and_what_is_none(tmp_path):
     mine.write_text("learning_rate: 1\n")
     with pytest.raises(ConfigError, match="nearest"):
         parse_config(SftConfig, [str(mine), *NEEDED])
-    for other in ("dpo", "nothing", "nothing.yaml"):
-        with pytest.raises(ConfigError, match=f"no recipe '{other}' of rl-sft: give sft"):
+    for other in ("dpo", "dpo-vlm", "nothing", "nothing.yaml"):
+        with pytest.raises(ConfigError, match=f"no recipe '{other}' of rl-sft: give sft, sft-vlm, or"):
             parse_config(SftConfig, [other, *NEEDED])
 
 

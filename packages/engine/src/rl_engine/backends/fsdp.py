@@ -32,6 +32,7 @@ from rl_engine.layers import peft_lora as lora
 from rl_engine.layers.logprobs import LinearHead
 from rl_engine.layers.moe import check_aux
 from rl_engine.layers.mtp import MtpLayer
+from rl_engine.layers.multimodal import vision_tower
 from rl_engine.layers.packed_attention import SequenceGroup, check_heads
 from rl_engine.layers.row_adapters import RowAdapters
 from rl_engine.model.activations import treat_parts
@@ -197,6 +198,8 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     scorer.sequence_group = _sequence_group(world, config.parallel.sp)
     if config.lora is None:
         scorer.requires_grad_(config.optimizer is not None)
+    if config.freeze_vision:
+        scorer.model.get_submodule(vision_tower(scorer.model)).requires_grad_(False)
     scorer.train(config.optimizer is not None)
     return scorer, peft
 
@@ -210,7 +213,8 @@ def _scorer_of(
         BackendError: a setting needs a package that is not installed.
         ConfigError: a setting that the model does not allow.
     """
-    peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed, config.head)
+    tower = vision_tower(model) if config.freeze_vision else None
+    peft = None if config.lora is None else lora.add_adapter(model, config.lora, config.seed, config.head, tower)
     if config.head == Head.LM:
         scorer = PolicyScorer(model, config, is_compiled=config.torch_compile)
         if config.trains_mtp:

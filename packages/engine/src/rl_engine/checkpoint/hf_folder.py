@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -406,7 +406,35 @@ def _factory(config: Any, head: Head) -> Any:
         sees = hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         return AutoModelForImageTextToText if sees else AutoModelForCausalLM
     config.num_labels = 1
-    return AutoModelForSequenceClassification
+    return _vision_classifier(type(config)) or AutoModelForSequenceClassification
+
+
+@lru_cache
+def _vision_classifier(config_class: type) -> Any:
+    """Class of a sequence classifier over a multimodal model's trunk; None where transformers has one, or no trunk."""
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_MAPPING,
+    )
+
+    is_multimodal = config_class in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config_class in MODEL_MAPPING
+    if config_class in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not is_multimodal:
+        return None
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
+    name = whole.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    renamed: Any = get_checkpoint_conversion_mapping(whole.__name__)
+    if renamed is not None:  # names in older folders
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
+    trunk: Any = MODEL_MAPPING[config_class]
+    made: Any = type(name, (GenericForSequenceClassification, trunk.__bases__[0]), {})
+    made.from_config = made._from_config
+    return made
 
 
 def _build(folder: Path, build: Any) -> Any:

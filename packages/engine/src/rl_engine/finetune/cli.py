@@ -64,8 +64,9 @@ def _main(program: str, module: str, config_name: str, arguments: Sequence[str] 
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in ("-h", "--help"):
         print(f"{program} [RECIPE] {_NEEDED} [key=value ...]", *_key_lines(config_class), sep="\n")
-        print(f"RECIPE is a YAML file of such keys, or {program.removeprefix('rl-')}, which ships with:")
-        print((RECIPES / f"{program.removeprefix('rl-')}.yaml").read_text(), end="")
+        print("RECIPE is a YAML file of such keys, or one of those that ship:")
+        for file in sorted(RECIPES.glob(f"{program.removeprefix('rl-')}*.yaml")):
+            print(f"{file.stem}:\n{file.read_text()}", end="")
         return 0
     # torch 2.13 warns of a name of its own whenever a jagged tensor is made; delete when no torch does
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -151,8 +152,10 @@ def _recipe(name: str, program: str) -> list[str]:
 
     shipped = program.removeprefix("rl-")
     file = Path(name) if Path(name).suffix in (".yaml", ".yml") else RECIPES / f"{name}.yaml"
-    if not file.is_file() or (file.parent == RECIPES and name != shipped):
-        raise ConfigError(f"there is no recipe {name!r} of {program}: give {shipped}, or a .yaml file, or key=value.")
+    if not file.is_file() or (file.parent == RECIPES and name.removesuffix("-vlm") != shipped):
+        raise ConfigError(
+            f"there is no recipe {name!r} of {program}: give {shipped}, {shipped}-vlm, or a .yaml file, or key=value."
+        )
     try:
         found = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

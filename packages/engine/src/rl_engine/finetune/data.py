@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensordict import NonTensorStack
+
 from rl_csrc.inference.tool_calls import with_arguments
-from rl_engine.batch.packed import ragged_batch
+from rl_engine.batch.packed import ragged, ragged_batch
 from rl_engine.checkpoint.hf_folder import folder_tokens
 from rl_engine.errors import DataError
+from rl_engine.finetune.images import ENCODED, GRIDS, ImageReader, RowImages, encoded, take_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -29,18 +32,34 @@ HUB = "hf:"
 class Columns:
     """Rows being collected."""
 
+    reader: ImageReader
     prompts: list[list[int]] = field(default_factory=list[list[int]])
     completions: list[list[int]] = field(default_factory=list[list[int]])
     masks: list[list[int]] = field(default_factory=list[list[int]])
+    images: list[RowImages] = field(default_factory=list[RowImages])
+    grids: list[torch.Tensor] = field(default_factory=list["torch.Tensor"])
 
-    def add(self, prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int] | None = None) -> None:
-        """Add one row; without a mask all of its completion counts."""
-        self.prompts.append(list(prompt))
-        self.completions.append(list(completion))
-        self.masks.append([1] * len(completion) if mask is None else list(mask))
+    def add(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        mask: Sequence[int] | None = None,
+        images: Sequence[str] = (),
+    ) -> None:
+        """Add one row, with a placeholder token for each image; without a mask all of its completion counts.
+
+        Raises:
+            DataError: as `ImageReader.place`.
+        """
+        row = self.reader.place(prompt, completion, mask, images)
+        for values, value in zip((self.prompts, self.completions, self.masks, self.grids), row, strict=True):
+            values.append(value)  # pyright: ignore[reportArgumentType] - each of its own
+        self.images.append(RowImages(tuple(images), self.reader))
 
     def batch(self, **more: torch.Tensor) -> TensorDict:
-        """The columns of an engine's batch, and `more`."""
+        """The columns of an engine's batch, and `more`; with images, as `with_pixels` completes them."""
+        if any(each.sources for each in self.images):
+            more |= {ENCODED: NonTensorStack(*self.images), GRIDS: ragged(self.grids)}
         return ragged_batch(self.prompts, self.completions, self.masks).update(more)
 
 
@@ -51,25 +70,36 @@ class ChatTokenizer:
         self._model_path = model_path
         self._loaded: Any = None
         self._tokens: FolderTokens | None = None
+        self._tools: list[Any] | None = None
+        self._given: Sequence[Any] = ()
+        self.images: list[str] = []
+        """Encoded images of the row: those of the last chat, in its order; without a chat all of them."""
 
-    def with_tools(self, tools: str | Sequence[Any] | None) -> ChatTokenizer:
-        """This tokenizer, whose chats describe a row's `tools` to the model: JSON schemas, or their JSON text.
+    def begin(self, row: Mapping[str, Any]) -> None:
+        """Begin a row, whose `images` fill the places in its chats, and whose `tools` these describe to the model.
+
+        Tools are JSON schemas, or their JSON text. A row of token ids has its tools there already.
 
         Raises:
-            DataError: they are no list.
+            DataError: tools or images are no list, or an image is none.
         """
+        tools = None if "prompt_token_ids" in row else row.get("tools")
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"tools is not JSON: {error}") from error
-        if not tools:
-            return self
-        if not isinstance(tools, list):
+        if tools and not isinstance(tools, list):
             raise DataError(f"tools is a {type(tools).__name__}; wanted a list of JSON schemas of functions")
-        made = ChatTokenizer(self._model_path)
-        made._loaded, made._tokens = _ToolTokenizer(self._tokenizer(), well_formed(tools)), self._tokens
-        return made
+        if not isinstance(given := row.get("images") or [], list):
+            raise DataError(f"images is a {type(given).__name__}; wanted a list of images")
+        self._tools = well_formed(tools)
+        self._given, self.images = given, [encoded(image) for image in given]
+
+    def _shown(self, messages: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages for the chat template; their images are taken out into `images`."""
+        shown, self.images = take_images(_as_chat(messages), self._given)
+        return shown
 
     def text(self, text: str) -> tuple[list[int], list[int]]:
         """Raw text without a chat template, as its first token and the others, ended by the tokenizer's eos."""
@@ -84,7 +114,7 @@ class ChatTokenizer:
 
     def prompt(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """A chat up to where the assistant speaks; text alone is what the user says."""
-        return self.ids(self._render(_as_chat(messages), is_open=True))
+        return self.ids(self._render(self._shown(messages), is_open=True))
 
     def turn(
         self, messages: str | Sequence[Mapping[str, Any]], said: str | Sequence[Mapping[str, Any]]
@@ -102,8 +132,9 @@ class ChatTokenizer:
             said = [{"role": "assistant", "content": said}]
         if len(said) != 1 or said[0].get("role") != "assistant":
             raise DataError("a completion given as a chat is one message of the assistant; give several in messages")
+        *shown, answer = self._shown([*_as_chat(messages), *said])
         with self._rendering():
-            return self._folder_tokens().turn(self._tokenizer(), _as_chat(messages), said[0])
+            return self._folder_tokens().turn(self._tokenizer(), shown, answer)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int], list[int]]:
         """Prompt, completion and loss mask of a whole chat: 1 on what the assistant says, the ends of turns included.
@@ -117,8 +148,10 @@ class ChatTokenizer:
         turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise DataError("messages has no assistant turn to learn from")
+        messages = self._shown(messages)
         if len(turns) == 1:
-            prompt, said = self.turn(messages[: turns[0]], [messages[turns[0]]])
+            with self._rendering():
+                prompt, said = self._folder_tokens().turn(self._tokenizer(), messages[: turns[0]], messages[turns[0]])
             return prompt, said, [1] * len(said)
         pieces: list[tuple[list[int], bool]] = []
         text = ""
@@ -168,7 +201,7 @@ class ChatTokenizer:
     def _tokenizer(self) -> Any:
         if self._loaded is None:
             self._loaded = _tokenizer(self._model_path)
-        return self._loaded
+        return _ToolTokenizer(self._loaded, self._tools) if self._tools else self._loaded
 
     def _folder_tokens(self) -> FolderTokens:
         if self._tokens is None:
@@ -255,7 +288,7 @@ def read_rows(
         path: The file.
         model_path: Folder of the tokenizer.
         shapes: Names of fields; a row has all of one shape.
-        use: Called with each row, its number in the file (from 1), and the tokenizer, whose chats show its `tools`.
+        use: Called with each row, its number in the file (from 1), and the tokenizer, which has begun it.
 
     Raises:
         DataError: no file, no rows, or rows that have none of the shapes or that `use` refuses; names up to five.
@@ -265,7 +298,8 @@ def read_rows(
         num_rows += 1
         try:
             checked = _checked(_cleaned(row), shapes)
-            use(checked, number, tokenizer.with_tools(None if "prompt_token_ids" in checked else checked.get("tools")))
+            tokenizer.begin(checked)
+            use(checked, number, tokenizer)
         except _FolderError:
             raise
         except DataError as error:

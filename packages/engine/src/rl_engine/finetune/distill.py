@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from rl_engine.errors import ConfigError
+from rl_engine.errors import ConfigError, DataError
+from rl_engine.finetune.images import ENCODED
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
 from rl_engine.finetune.sft import tokenize_file
 from rl_engine.losses import DistillKind, DistillLoss
@@ -81,7 +82,10 @@ class DistillConfig(RunConfig):
     def read(self, path: str) -> Rows:
         """See `RunConfig`."""
         _check_tokenizers(self.model_path, self.teacher_path)
-        return Rows(columns=tokenize_file(path, self.model_path))
+        columns = tokenize_file(path, self.model_path)
+        if ENCODED in columns.keys():  # noqa: SIM118 - a TensorDict iterates rows
+            raise DataError(f"{path} has images, which rl-distill does not show to a teacher; leave those rows out.")
+        return Rows(columns=columns)
 
     def score_files(self, files: Sequence[Rows]) -> None:
         """Add what the loss reads of the teacher. Collective."""

@@ -27,6 +27,7 @@ from rl_engine.checkpoint.hf_folder import folder_tokens, model_dropout, previou
 from rl_engine.distributed.world import expected_size, gather_values
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import HUB
+from rl_engine.finetune.images import ENCODED, with_pixels
 from rl_engine.finetune.record import RunRecord, tracker_names, write_whole
 from rl_engine.registry import check as check_engine
 from rl_engine.training_worker import TrainingWorker
@@ -106,6 +107,8 @@ class RunConfig(ABC):
     """Names of linear layers with commas, such as q_proj,v_proj; empty: every linear layer but the head."""
     lora_export: LoraExport = LoraExport.MERGED
     """`adapter` writes a folder that peft loads, of the adapter alone."""
+    freeze_vision: bool = False
+    """Leave the vision tower of a model that takes images as it is, and without adapters."""
     seed: int = 0
     """Seed of initialisation, dropout and the order of rows."""
     save_every: int = 0
@@ -188,6 +191,7 @@ class RunConfig(ABC):
             max_tokens_per_gpu=self.max_tokens_per_gpu,
             activation_checkpointing=self.activation_checkpointing,
             lora=self.lora,
+            freeze_vision=self.freeze_vision,
             seed=self.seed,
         )
 
@@ -531,22 +535,21 @@ def _evaluate(config: RunConfig, worker: TrainingWorker, rows: Rows) -> dict[str
 
 def _taken(source: RowBatch, chosen: list[int], rows_per_item: int) -> TensorDict:
     """The chosen rows; a pair that comes twice in one step is two pairs."""
-    mine = source.select(chosen)
+    mine = with_pixels(source.select(chosen))
     if rows_per_item > 1:
         mine["pair_id"] = torch.arange(len(chosen)) // rows_per_item
     return mine
 
 
-def score_all(
-    worker: TrainingWorker, rows: TensorDict, names: Sequence[str], *, at_once: int = 1024
-) -> dict[str, Tensor]:
+def score_all(worker: TrainingWorker, rows: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
     """Per-token columns of every row under the weights as they are now; every rank scores its share. Collective."""
     rank, size = rank_and_size()
     source = RowBatch(rows, needs_mask=False, device=torch.device("cpu"))
+    at_once = 32 if source.has(ENCODED) else 1024
     found: dict[int, tuple[Tensor, ...]] = {}
     for start in range(0, source.num_rows, at_once * size):
         mine = list(range(start, min(start + at_once * size, source.num_rows)))[rank::size]
-        columns = worker.forward(source.select(mine)).columns
+        columns = worker.forward(with_pixels(source.select(mine))).columns
         if mine:
             found |= dict(zip(mine, zip(*(columns.get(name).unbind() for name in names), strict=True), strict=True))
     shares = gather_values(found) if size > 1 else [found]

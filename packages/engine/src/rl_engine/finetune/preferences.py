@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_engine.batch.packed import ragged
+from rl_engine.batch.packed import ragged, ragged_batch
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.checkpoint.hf_folder import padding_id, read_config
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, pair_of, read_rows, refuse_empty
+from rl_engine.finetune.images import ENCODED, GRIDS, ImageReader, with_pixels
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
 from rl_engine.losses import DpoKind, DpoLoss, KtoLoss, process_reward_loss, reward_loss, row_log_ratio, row_mean
 from rl_engine.types import Head, LoraExport
@@ -137,7 +138,7 @@ class DpoConfig(RunConfig):
     def complete(self, worker: TrainingWorker, rows: Rows, chosen: list[int], mine: TensorDict) -> TensorDict:
         """Add the batch's `reference_point`, for KTO. Collective."""
         if rows.mismatched is not None:
-            found = worker.forward(rows.mismatched.select(chosen), divergence).metrics
+            found = worker.forward(with_pixels(rows.mismatched.select(chosen)), divergence).metrics
             mine["reference_point"] = torch.full((len(mine),), max(0.0, found.get("loss", 0.0)))
         return mine
 
@@ -153,7 +154,7 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
     Raises:
         DataError: names the row (from 1) and what is wrong with it.
     """
-    columns, numbers = Columns(), list[int]()
+    columns, numbers = Columns(ImageReader(model_path)), list[int]()
 
     def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
         if "prompt_token_ids" in row:
@@ -161,7 +162,7 @@ def tokenize_pairs(path: str | Path, model_path: str | Path) -> Rows:
         else:
             prompt, *both = _tokenized_pair(row, tokenizer)
         for completion in both:
-            columns.add(prompt, completion)
+            columns.add(prompt, completion, images=tokenizer.images)
             numbers.append(number)
 
     read_rows(path, model_path, _PAIRS, use)
@@ -176,13 +177,13 @@ def tokenize_labelled(path: str | Path, model_path: str | Path) -> Rows:
     Raises:
         DataError: names the row (from 1) and what is wrong with it, or all rows are alike.
     """
-    columns, labels, numbers = Columns(), list[bool](), list[int]()
+    columns, labels, numbers = Columns(ImageReader(model_path)), list[bool](), list[int]()
 
     def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
         for prompt, completion, label in _judged(row, tokenizer):
             if not isinstance(label, bool):
                 raise DataError(f"has label {label!r}; wanted true or false")
-            columns.add(prompt, completion)
+            columns.add(prompt, completion, images=tokenizer.images)
             labels.append(label)
             numbers.append(number)
 
@@ -200,10 +201,8 @@ def _mismatched(rows: Rows, seed: int) -> TensorDict:
         for name in ("prompt_token_ids", "completion_token_ids")
     )
     shift = random.Random(seed).randrange(1, len(prompts))
-    columns = Columns()
-    for index, prompt in enumerate(prompts):
-        columns.add(prompt, completions[(index + shift) % len(completions)])
-    return columns.batch()
+    images = {name: rows.columns.get(name) for name in (ENCODED, GRIDS) if name in rows.columns.keys()}  # noqa: SIM118
+    return ragged_batch(prompts, [*completions[shift:], *completions[:shift]]).update(images)
 
 
 def _judged(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Sequence[tuple[list[int], list[int], Any]]:
@@ -279,7 +278,7 @@ def tokenize_steps(path: str | Path, model_path: str | Path) -> Rows:
     Raises:
         DataError: names the row (from 1) and what is wrong with it.
     """
-    columns, labels, numbers = Columns(), list[list[float]](), list[int]()
+    columns, labels, numbers = Columns(ImageReader(model_path)), list[list[float]](), list[int]()
 
     def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
         pieces = [tokenizer.ids(step) for step in row["steps"]]
@@ -291,7 +290,10 @@ def tokenize_steps(path: str | Path, model_path: str | Path) -> Rows:
         ends = [at == len(piece) - 1 for piece in pieces for at in range(len(piece))]
         of_step = [label for piece, label in zip(pieces, row["labels"], strict=True) for _ in piece]
         columns.add(
-            tokenizer.prompt(row["prompt"]), [token for piece in pieces for token in piece], list(map(int, ends))
+            tokenizer.prompt(row["prompt"]),
+            [token for piece in pieces for token in piece],
+            list(map(int, ends)),
+            tokenizer.images,
         )
         labels.append([float(label) for label in of_step])
         numbers.append(number)

@@ -2,8 +2,9 @@
 
 A data row is `{"prompt": [chat messages], "completion": "text"}`, `{"messages": [chat messages]}` (every assistant turn
 is learned), `{"text": "raw text"}` (all of it is learned, without a chat template), or has `prompt_token_ids`,
-`completion_token_ids` and perhaps `loss_mask`. `tools` of a chat are shown to the template. The loss is the token
-negative log-likelihood. Packing, data parallelism (start with torchrun) and accumulation are the engine's business.
+`completion_token_ids` and perhaps `loss_mask`. `tools` of a chat are shown to the template, `images` fill its places.
+The loss is the token negative log-likelihood. Packing, data parallelism (start with torchrun) and accumulation are the
+engine's business.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_engine.errors import DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, read_rows, refuse_empty
+from rl_engine.finetune.images import ImageReader
 from rl_engine.finetune.loop import Rows, RunConfig, train
 from rl_engine.losses import sft_loss
 from rl_engine.types import ModelInit
@@ -84,20 +86,20 @@ def tokenize_file(path: str | Path, model_path: str | Path) -> TensorDict:
     Raises:
         DataError: names the row (from 1) and what is wrong with it.
     """
-    columns, numbers = Columns(), list[int]()
+    columns, numbers = Columns(ImageReader(model_path)), list[int]()
 
     def use(row: Mapping[str, Any], number: int, tokenizer: ChatTokenizer) -> None:
         if "prompt_token_ids" in row:
             mask, completion = row.get("loss_mask"), row["completion_token_ids"]
             if mask is not None and len(mask) != len(completion):
                 raise DataError(f"has {len(mask)} of loss_mask for {len(completion)} tokens")
-            columns.add(row["prompt_token_ids"], completion, mask)
+            columns.add(row["prompt_token_ids"], completion, mask, tokenizer.images)
         elif "messages" in row:
-            columns.add(*tokenizer.conversation(row["messages"]))
+            columns.add(*tokenizer.conversation(row["messages"]), tokenizer.images)
         elif "text" in row:
-            columns.add(*tokenizer.text(row["text"]))
+            columns.add(*tokenizer.text(row["text"]), images=tokenizer.images)
         else:
-            columns.add(*tokenizer.turn(row["prompt"], row["completion"]))
+            columns.add(*tokenizer.turn(row["prompt"], row["completion"]), images=tokenizer.images)
         numbers.append(number)
 
     read_rows(path, model_path, _SHAPES, use)

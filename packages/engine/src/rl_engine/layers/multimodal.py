@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_csrc.inference.images import takes_images
-from rl_engine.errors import BatchError
+from rl_engine.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +32,17 @@ if TYPE_CHECKING:
 def is_multimodal(model: PreTrainedModel) -> bool:
     """Whether the model takes images in the way described above."""
     return takes_images(model.config.to_dict()) and hasattr(model.base_model, "get_rope_index")
+
+
+def vision_tower(model: PreTrainedModel) -> str:
+    """Name of the module that makes features of images.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not is_multimodal(model):
+        raise ConfigError(f"freeze_vision is true and {type(model).__name__} takes no images. Set it to false.")
+    return f"{model.base_model_prefix}.visual"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.nn import Linear
 from rl_engine.checkpoint.hf_folder import empty_model, publish
 from rl_engine.checkpoint.sharded import whole
 from rl_engine.errors import BackendError, ConfigError, naming
+from rl_engine.layers.multimodal import vision_tower
 from rl_engine.types import Head, digest_files, write_manifest
 
 if TYPE_CHECKING:
@@ -33,8 +35,12 @@ _SCORE = "score"
 """The scalar head, as transformers' sequence classifiers name it."""
 
 
-def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = Head.LM) -> dict[str, Any]:
+def add_adapter(
+    model: nn.Module, config: LoraConfig, seed: int, head: Head = Head.LM, frozen: str | None = None
+) -> dict[str, Any]:
     """Put an adapter into `model`, in place, and freeze the rest but a scalar head; peft's configuration of it.
+
+    The module named `frozen` gets none.
 
     Raises:
         BackendError: peft is not installed.
@@ -54,6 +60,7 @@ def add_adapter(model: nn.Module, config: LoraConfig, seed: int, head: Head = He
         lora_dropout=config.dropout,
         target_modules=names if config.target_modules else _linear_names(model),
         target_parameters=experts or None,
+        exclude_modules=None if frozen is None else rf"{re.escape(frozen)}\..*",
         task_type="CAUSAL_LM" if head == Head.LM else "SEQ_CLS",
         modules_to_save=None if head == Head.LM else [_SCORE],
     )
@@ -87,7 +94,8 @@ def _joined_experts(model: nn.Module) -> list[str]:
 def _linear_names(model: nn.Module) -> list[str]:
     """Last parts of the names of every linear layer but the head; of attention's alone in a mixture of joined experts.
 
-    peft's "all-linear" would also take those experts, and so do the names of layers beside them.
+    A last part that other modules have too (a convolution of a vision tower) is written with the whole name. peft's
+    "all-linear" would also take those experts, and so do the names of layers beside them.
     """
     from transformers import Conv1D
 
@@ -99,7 +107,9 @@ def _linear_names(model: nn.Module) -> list[str]:
     ]
     if any(name.endswith("experts") for name, module in model.named_modules() if [*module.parameters(recurse=False)]):
         linear = [name for name in linear if "attn" in name or "attention" in name]
-    return sorted({name.rpartition(".")[2] for name in linear})
+    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in linear}
+    last = {name: name.rpartition(".")[2] for name in linear}
+    return sorted({name if part in others else part for name, part in last.items()})
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -135,13 +145,15 @@ def adapter_layers(config: EngineConfig) -> list[str]:
     """Names of the layers that an engine of this configuration has adapters on; nothing is loaded."""
     assert config.lora is not None
     model = empty_model(config.model_path, head=config.head)
-    add_adapter(model, config.lora, config.seed, config.head)
+    tower = vision_tower(model) if config.freeze_vision else None
+    add_adapter(model, config.lora, config.seed, config.head, tower)
     return [*adapted_layers(model)]
 
 
 def _within(known: Any) -> Any:
     """The configuration without the head that is trained whole, which stays the module that it is."""
-    return replace(known, modules_to_save=None, exclude_modules=[_SCORE])
+    frozen = "" if known.exclude_modules is None else f"|{known.exclude_modules}"
+    return replace(known, modules_to_save=None, exclude_modules=rf"(.*\.)?{_SCORE}{frozen}")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def refuse_fsdp_only(config: EngineConfig, backend: str) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    for name in ("torch_compile", "cpu_offload", "dropout"):
+    for name in ("torch_compile", "cpu_offload", "dropout", "freeze_vision"):
         if getattr(config, name):
             raise ConfigError(f"{name} is true and the {backend} backend has none; set it to false, or use fsdp.")
 

@@ -277,6 +277,9 @@ class EngineConfig:
     Hugging Face's layout."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the model; needs `pip install 'rl-engine[lora]'`."""
+    freeze_vision: bool = False
+    """Leave the vision tower of a model that takes images as it is, the layer that merges its patches included, and
+    without adapters (fsdp alone)."""
     dropout: bool = False
     """Train with the model's own dropout (fsdp alone). False: all of it is off, and so is the noise of routers: ratios
     compare log-probs of one model, not of two random parts of it. An adapter's is `lora.dropout`."""
