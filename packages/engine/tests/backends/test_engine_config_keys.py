@@ -101,6 +101,7 @@ ELSEWHERE = {
         "torchtitan": "test_engine_prefix_sharing::test_a_backend_of_another_library_shares",
     },
     "torch_compile": {"fsdp": "test_engine_compile::test_compiled_layers_step_like_plain_ones"},
+    "freeze_vision": {"fsdp": "test_engine_images::test_a_frozen_tower_has_no_gradients_and_no_adapters"},
     "cpu_offload": {"fsdp": "test_engine_offload::test_cpu_offload_is_what_every_layer_is_sharded_with"},
     "optimizer_offload": dict.fromkeys(
         BACKENDS, "test_engine_offload::test_the_optimizers_state_is_on_the_gpu_in_steps_alone"
@@ -273,7 +274,8 @@ def test_a_key_is_tested_elsewhere_or_refused(folders, backend, key):
         assert f"def {test}(" in next(Path(__file__).parents[1].rglob(f"{file}.py")).read_text()
         return
     _, _, axis = key.rpartition("parallel.")
-    value = True if axis in ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing", "dropout") else 2
+    flags = ("sequence_parallel", "torch_compile", "cpu_offload", "prefix_sharing", "dropout", "freeze_vision")
+    value = True if axis in flags else 2
     value = {
         "fp8": Fp8.TENSORWISE,
         "transformer_engine": False,

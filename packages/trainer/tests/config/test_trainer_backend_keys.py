@@ -52,6 +52,7 @@ EFFECTS = {
     "engine.max_tokens_per_gpu": ("77", "engine"),
     "engine.prefix_sharing": ("false", "engine"),
     "engine.torch_compile": ("true", "engine"),
+    "engine.freeze_vision": ("true", "engine"),
     "engine.cpu_offload": ("true", "engine"),
     "engine.optimizer_offload": ("true", "engine"),
     "engine.transformer_engine": ("false", "engine"),
