@@ -243,7 +243,7 @@ def test_keys_are_parsed_by_the_type_of_their_field():
     [
         (["batchsize=3"], "Unknown key 'batchsize'; the nearest is 'batch_size'."),
         (["seed=1", "steps"], "Argument 'steps' is not key=value."),
-        (["steps"], "there is no recipe 'steps' of rl-sft: give sft, or a .yaml file, or key=value."),
+        (["steps"], "there is no recipe 'steps' of rl-sft: give sft, sft-vlm, or a .yaml file, or key=value."),
         (["steps=many"], "steps is 'many'; wanted a whole number."),
         (["precision=int4"], "precision is 'int4'; wanted float32, bfloat16, float64, auto."),
         (["seed=1", "seed=2"], "Key 'seed' is given twice."),
