@@ -77,10 +77,11 @@ def test_an_image_is_the_same_row_whichever_way_it_comes(tmp_path, models):
     rows = [
         *({"messages": chat, "images": [image]} for image in (url(encoded), str(tmp_path / "a.png"))),
         {"messages": own},
+        {"messages": [asks({"type": "image_url", "image_url": url(encoded)}, "what?"), says("a cat")]},
         {"messages": [asks({**SEEN, "image": str(tmp_path / "a.png")}, "what?"), says("a cat")]},
         {"prompt": chat[:1], "completion": "a cat", "images": [{"bytes": None, "path": str(tmp_path / "a.png")}]},
     ]
-    parquet.write_table(pa.Table.from_pylist([{**rows[4], "images": [{"bytes": encoded}]}]), tmp_path / "a.parquet")
+    parquet.write_table(pa.Table.from_pylist([{**rows[-1], "images": [{"bytes": encoded}]}]), tmp_path / "a.parquet")
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = AutoImageProcessor.from_pretrained(model)(images=[Image.open(tmp_path / "a.png")], return_tensors="pt")
     text = f"<vision>{'<image>' * (len(found['pixel_values']) // 4)}</vision>what?"

@@ -57,7 +57,8 @@ def take_images(messages: Sequence[Message], given: Sequence[Any]) -> tuple[list
                     continue
                 if message.get("role") == "assistant":
                     raise DataError("an assistant's message has an image; models here write text")
-                image = part["image_url"]["url"] if "image_url" in part else part.get("image")
+                image = part.get("image_url", part.get("image"))
+                image = image.get("url") if isinstance(image, Mapping) and "url" in image else image
                 image = next(left, None) if image is None else image
                 if image is None:
                     raise DataError(f"the messages have more places for images than the {len(given)} in images")
