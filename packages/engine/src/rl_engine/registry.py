@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
     from typing import Any
 
+    from rl_csrc.inference.images import ImageProcessor
     from rl_engine.base import Engine, LossFunction
     from rl_engine.types import EngineConfig, FolderTokens
 
@@ -164,10 +165,12 @@ def describe_model(folder: str | Path) -> ModelFacts:
         ModelFolderError: a file of the folder is not what it should be; names it.
     """
     if (Path(folder) / "model_index.json").is_file() and not (Path(folder) / "config.json").is_file():
-        return ModelFacts(config={}, takes_images=False, longrope_limit=None, is_pipeline=True)
+        return ModelFacts(
+            config={}, image_columns=(), why_blind="it is a pipeline", longrope_limit=None, is_pipeline=True
+        )
     from rl_csrc.inference.decoder import longrope_limit  # imports torch
     from rl_csrc.inference.folder_tokens import read_model_config
-    from rl_csrc.inference.images import takes_images
+    from rl_csrc.inference.images import image_columns, why_blind
 
     try:
         values = read_model_config(folder)
@@ -175,11 +178,24 @@ def describe_model(folder: str | Path) -> ModelFacts:
         raise ModelFolderError(str(error)) from error
     config = values | values.get("text_config", {})
     rope = config.get("rope_parameters") or config.get("rope_scaling")
+    columns = image_columns(values)
     return ModelFacts(
         config=config,
-        takes_images=takes_images(values) and any((Path(folder) / name).is_file() for name in _IMAGE_PROCESSORS),
+        image_columns=columns if any((Path(folder) / name).is_file() for name in _IMAGE_PROCESSORS) else (),
+        why_blind=f"it has no {_IMAGE_PROCESSORS[0]}" if columns else why_blind(values),
         longrope_limit=longrope_limit(rope, config.get("original_max_position_embeddings")),
     )
+
+
+def image_processor(folder: str | Path) -> ImageProcessor:
+    """Image processor of a Hugging Face folder whose model takes images.
+
+    Raises:
+        ImportError, OSError, ValueError: transformers cannot load it.
+    """
+    from rl_csrc.inference.images import ImageProcessor
+
+    return ImageProcessor(folder)
 
 
 def describe_tokens(folder: str | Path) -> FolderTokens:

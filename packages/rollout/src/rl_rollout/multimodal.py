@@ -1,8 +1,8 @@
-"""Image preprocessing of prompts, for models with the interface of Qwen2.5-VL and Qwen3-VL.
+"""Image preprocessing of prompts, for the families of `rl_csrc.inference.images`.
 
-In a prompt an image is a run of placeholder tokens, one per feature of the vision tower. Callers give one placeholder
-per image, or all of them. Here each image is decoded, prepared by the model's own image processor, and its placeholders
-are expanded. Every backend uses the result, so that all of them see the same prompt.
+In a prompt an image is a run of tokens, with a placeholder for each feature of the vision tower. Callers give one
+placeholder per image, or whole runs. Here each image is decoded, prepared by the model's own processor, and its
+placeholder is expanded. Every backend uses the result, so that all of them see the same prompt.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import itertools
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rl_csrc.inference.images import ImageProcessor
 from rl_rollout.errors import RequestError
-from rl_rollout.types import placeholder_repeats
+from rl_rollout.types import expand_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,27 +36,22 @@ class PreparedImages:
     """Data URL of each image."""
     given_ids: tuple[int, ...]
     """[P] prompt token ids; -1 where a model sampled the token: a sampled placeholder represents no image."""
-    pixel_values: Tensor
-    """[patches of all images, elements of a patch] float32"""
-    image_grid_thw: Tensor
-    """[images, 3] int64, patches of each image along time, height and width."""
+    columns: dict[str, Tensor]
+    """Columns of all images, end to end: see `rl_csrc.inference.images.image_columns`."""
     spans: tuple[tuple[int, int], ...]
-    """[start, end) of each image's placeholders among the P tokens."""
+    """[start, end) of each image's run among the P tokens."""
 
 
 class ImagePreparer:
     """Image preprocessor of one model. `prepare` may run in any thread.
 
     Args:
-        processor: The model's image processor, from transformers.
-        token_id: Id of the image placeholder.
-        num_merged: Patches per feature of the vision tower.
+        processor: The model folder's.
     """
 
-    def __init__(self, processor: Any, *, token_id: int, num_merged: int) -> None:
+    def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
-        self.token_id = token_id
-        self._num_merged = num_merged
+        self.token_id = processor.token_id
 
     def prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages]:
         """Expand the image placeholders of a request, and prepare its images.
@@ -73,18 +68,16 @@ class ImagePreparer:
                 f"request {request.request_id!r}: of a prompt with images, returns_prompt_logprobs cannot be had; "
                 "leave it out"
             )
-        pictures = [_decoded(request.request_id, index, url) for index, url in enumerate(request.images)]
-        found = self._processor(images=pictures, return_tensors="pt")
-        grids: Tensor = found["image_grid_thw"]
-        counts = (grids.prod(-1) // self._num_merged).tolist()
-        times = placeholder_repeats(f"request {request.request_id!r}", given, self.token_id, counts)
-        ids, given = (_repeated(each, times) for each in (request.prompt_token_ids, given))
+        read = [self._processor.read(_decoded(request.request_id, i, url)) for i, url in enumerate(request.images)]
+        runs, columns = [run for run, _ in read], [values for _, values in read]
+        owner = f"request {request.request_id!r}"
+        ids, _ = expand_runs(owner, request.prompt_token_ids, given, self.token_id, runs)
+        given, _ = expand_runs(owner, given, given, self.token_id, runs)
         prepared = PreparedImages(
             urls=request.images,
             given_ids=given,
-            pixel_values=found["pixel_values"],
-            image_grid_thw=grids,
-            spans=_spans(request.request_id, given, self.token_id, counts),
+            columns=self._processor.join(columns),
+            spans=_spans(request.request_id, given, self.token_id, runs),
         )
         return replace(request, prompt_token_ids=ids, sampled_spans=()), prepared
 
@@ -101,36 +94,30 @@ class ImagePreparer:
             )
 
 
-def load_preparer(model_path: str, *, token_id: int, num_merged: int) -> ImagePreparer | None:
+def load_preparer(model_path: str) -> ImagePreparer | None:
     """Image preprocessor of a model folder; None, and a warning in the log, where it cannot be loaded."""
     try:
-        from transformers import AutoImageProcessor
-
-        load: Any = AutoImageProcessor.from_pretrained
-        return ImagePreparer(
-            load(model_path, local_files_only=True, trust_remote_code=False), token_id=token_id, num_merged=num_merged
-        )
+        return ImagePreparer(ImageProcessor(model_path))
     except (ImportError, OSError, ValueError) as error:
         _log.warning("%s is served without images, as its image processor cannot be loaded: %s", model_path, error)
         return None
 
 
-def _spans(request_id: str, given: Sequence[int], token_id: int, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """[start, end) of each image's placeholders, after their expansion."""
-    places = [index for index, token in enumerate(given) if token == token_id]
-    ends = list(itertools.accumulate(counts))
-    spans = tuple((places[end - count], places[end - 1] + 1) for end, count in zip(ends, counts, strict=True))
-    for index, ((start, end), count) in enumerate(zip(spans, counts, strict=True)):
-        if end - start != count:
+def _spans(
+    request_id: str, given: Sequence[int], token_id: int, runs: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, int], ...]:
+    """[start, end) of each image's run, after their expansion."""
+    places, spans = [index for index, token in enumerate(given) if token == token_id], list[tuple[int, int]]()
+    for index, run in enumerate(runs):
+        start = places[0] - run.index(token_id)
+        if given[start : start + len(run)] != run:
             raise RequestError(
-                f"request {request_id!r}: the {count} places of image {index} are not one after the other, but among "
-                f"tokens {start} to {end - 1}; put one placeholder for each image, or its places side by side"
+                f"request {request_id!r}: the {len(run)} tokens of image {index} are not one after the other from "
+                f"token {start} on; put one placeholder for each image, or all its tokens side by side"
             )
-    return spans
-
-
-def _repeated(ids: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
-    return tuple(token for token, count in zip(ids, times, strict=True) for _ in range(count))
+        spans.append((start, start + len(run)))
+        places = places[run.count(token_id) :]
+    return tuple(spans)
 
 
 def _given(ids: Sequence[int], sampled_spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -444,3 +444,30 @@ def placeholder_repeats(owner: str, given: Sequence[int], token_id: int, counts:
         )
     left = iter(counts)
     return [next(left) if token == token_id else 1 for token in given]
+
+
+def expand_runs(
+    owner: str, ids: Sequence[int], given: Sequence[int], token_id: int, runs: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], list[int]]:
+    """Token ids with each image's placeholder as the image's run, and how many tokens each of `ids` became.
+
+    Args:
+        owner: Name of the request or trajectory, for the error.
+        ids: Token ids, with one placeholder per image or with whole runs.
+        given: `ids`, with -1 where a model sampled one.
+        token_id: Id of the placeholder.
+        runs: Tokens of each image, placeholders among them.
+
+    Raises:
+        RequestError: the number of placeholders is neither that of the images nor that of their runs.
+    """
+    placeholder_repeats(owner, given, token_id, [run.count(token_id) for run in runs])
+    starts = [index for index, token in enumerate(given) if token == token_id]
+    if len(starts) != len(runs):
+        return tuple(ids), [1] * len(ids)
+    firsts = [start - run.index(token_id) for start, run in zip(starts, runs, strict=True)]
+    if all(tuple(given[first : first + len(run)]) == run for first, run in zip(firsts, runs, strict=True)):
+        return tuple(ids), [1] * len(ids)
+    parts = dict(zip(starts, runs, strict=True))
+    expanded = [parts.get(index, (token,)) for index, token in enumerate(ids)]
+    return tuple(token for part in expanded for token in part), [len(part) for part in expanded]

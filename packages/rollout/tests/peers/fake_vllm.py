@@ -12,6 +12,7 @@ import sys
 from contextlib import aclosing
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from aiohttp import web
@@ -84,6 +85,10 @@ def parse():
     return arguments
 
 
+def joined(images):
+    return {name: torch.cat([image[name] for image in images]) for name in images[0]}
+
+
 class Pictures:
     """What requests show, by its hash: in place of the image processor of the engine beneath."""
 
@@ -92,15 +97,14 @@ class Pictures:
         self.token_id = None
         if (sight := server.model.image_reader) is not None:
             self.token_id = sight._token_id
-            prepare = multimodal.ImagePreparer(self.processed, token_id=self.token_id, num_merged=4).prepare
-            sight._prepare = prepare
+            processor = SimpleNamespace(token_id=self.token_id, read=self.processed, join=joined)
+            sight._prepare = multimodal.ImagePreparer(processor).prepare
             multimodal._decoded = lambda request_id, index, key: self.known[key]
 
-    @staticmethod
-    def processed(images, return_tensors):
-        assert return_tensors == "pt"
-        pixels, grids = zip(*images, strict=True)
-        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(grids)}
+    def processed(self, image):
+        pixels, grid = image
+        run = (self.token_id,) * (int(grid.prod()) // 4)
+        return run, {"pixel_values": pixels, "image_grid_thw": grid[None]}
 
     def read(self, ids, features):
         """Of `features`: the images, and where the prompt has placeholders that stand for none."""

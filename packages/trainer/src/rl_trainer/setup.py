@@ -64,7 +64,7 @@ from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.network import address_of, check_reach, has_votes, storage_of
 from rl_trainer.samples import FOLDER
 from rl_trainer.workers.agent import AgentWorker
-from rl_trainer.workers.columns import EXPERTS, IMAGES
+from rl_trainer.workers.columns import EXPERTS
 from rl_trainer.workers.critic import CriticWorker, ProcessRewardWorker
 from rl_trainer.workers.engine_worker import EngineWorker
 from rl_trainer.workers.queue import QueueWorker, SampleWorker
@@ -478,7 +478,7 @@ def create_engine(job: Job, role: str | None = None, *, num_candidates: int = 0)
     """Start the actor, or as `role` the reference or the teacher, in its pool."""
     config, model_path = job.config, job.model_path
     section = config.engine if role is None else engine_of(config, role)
-    inputs = IMAGES if model_facts(model_path).takes_images else ()
+    inputs = model_facts(model_path).image_columns
     if role is None and config.engine.router_replay:  # a reference chooses its own
         inputs += EXPERTS
     is_measured = role is None and (model_path / "config.json").is_file()
@@ -529,7 +529,7 @@ def create_critic(job: Job) -> CriticWorker | None:
         backend=engine_of(config, "critic").backend,
         config=critic_config(config, section, job.model_path),
         loss=ProcessRewardLoss() if is_process else ValueLossFunction(clip=section.clip, aggregation=aggregation),
-        inputs=IMAGES if model_facts(job.model_path).takes_images else (),
+        inputs=model_facts(job.model_path).image_columns,
         masks_truncated=config.algorithm.mask_truncated,
         queue_address=job.queue_address,
         timeout_s=config.timeout_s,

@@ -205,9 +205,8 @@ def test_rows_with_images_need_a_model_that_takes_them(tmp_path):
     folder = write_tiny_vl_model(tmp_path / "sees")
     check_images(load_config("gsm8k", [f"model.path={folder}"]))
     values = json.loads((folder / "config.json").read_text())
-    del values["vision_config"]["spatial_merge_size"]  # another interface
-    (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(InputError, match="takes none"):
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "gemma3", "vision_config": {"depth": 2}}))
+    with pytest.raises(InputError, match="takes none: of model type 'gemma3', tokens of a Gemma 3 image attend to"):
         check_images(load_config("gsm8k", [f"model.path={folder}"]))
 
 

@@ -24,7 +24,7 @@ from rl_trainer.planning.preflight import check_model
 from rl_trainer.rewards import Score
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
-from rl_trainer.workers.columns import IMAGES, ImageReader, to_columns
+from rl_trainer.workers.columns import ImageReader, to_columns
 
 NOTHING = Score(reward=0.0)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -147,7 +147,15 @@ def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, mo
     batch = components.source.take(1).batch
     scored = batch.union(components.actor.compute_log_prob(batch))
     scored = scored.union(components.reference.compute_log_prob(scored, column="ref_logprobs"))
-    names = [*IMAGES, "prompt_token_ids", "completion_token_ids", "loss_mask", "rollout_logprobs", "old_logprobs"]
+    names = [
+        "pixel_values",
+        "image_grid_thw",
+        "prompt_token_ids",
+        "completion_token_ids",
+        "loss_mask",
+        "rollout_logprobs",
+        "old_logprobs",
+    ]
     data = components.queue.get(scored, [*names, "ref_logprobs"])
     grids = data["image_grid_thw"].unbind()
     assert [len(grid) for grid in grids] == [2 if loop == "tool" else 1] * 4

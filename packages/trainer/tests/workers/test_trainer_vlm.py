@@ -67,7 +67,7 @@ def test_a_step_on_images_and_on_the_frames_of_videos(tmp_path, column):
     assert metrics["mismatch_abs"] < 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_5", "llava", "internvl", "mistral3"])
 def test_the_server_follows_the_engine_over_updates(tmp_path, family):
     _, records = trained(tmp_path, 2, "engine.optimizer.lr=1e-2", family=family)
     assert records[2]["metrics"]["grad_norm"] > 0

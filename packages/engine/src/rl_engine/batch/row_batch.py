@@ -35,7 +35,14 @@ ROUTED = "routed_experts"
 CANDIDATES = "candidate_token_ids"
 TARGETS = "target_token_ids"
 ADAPTER = "adapter"
-VISUAL = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+VISUAL = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_sizes",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
 """Columns of images and videos, under the names that Hugging Face processors give them."""
 
 

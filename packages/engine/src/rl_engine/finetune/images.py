@@ -117,7 +117,7 @@ class ImageReader:
     def __init__(self, folder: str | Path) -> None:
         self._folder, self._processor = Path(folder), None
         self._grids: dict[str, Tensor] = {}
-        self.takes_images = describe_model(folder).takes_images
+        self.takes_images = GRIDS in describe_model(folder).image_columns
         if self.takes_images:
             config = read_config(self._folder)
             self._token_id, vision = config.image_token_id, config.vision_config

@@ -1,11 +1,13 @@
-"""Images and videos in a packed batch, for models with the interface of Qwen2.5-VL and Qwen3-VL.
+"""Images and videos in a packed batch: see `rl_csrc.inference.images` for the families.
 
-A row's images stand in it as placeholder tokens; their patches ride along as `pixel_values` and their sizes as
+`MultimodalInputs` is of models with the interface of Qwen2.5-VL and Qwen3-VL. A row's images stand in it as
+placeholder tokens; their patches ride along as `pixel_values` and their sizes as
 `image_grid_thw`, those of videos as `pixel_values_videos` and `video_grid_thw`. The model puts the features in the
 places of the placeholders. Only positions are made here: they have three axes (time, height, width) and start anew in
 each row. They are made once for a whole batch, on the CPU: transformers asks for the sizes of one image after another,
 which on a GPU would wait for it each time. (Its vision towers still do so, once for each micro-batch with images.)
-A placeholder that the model wrote itself (`loss_mask` 1) is a token like any other, as in inference engines.
+`ImageInputs` is of models whose positions have one axis. A placeholder that the model wrote itself (`loss_mask` 1) is a
+token like any other, as in inference engines.
 
 Legend: `T` tokens fed.
 """
@@ -19,7 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_csrc.inference.images import takes_images
+from rl_csrc.inference.images import (
+    GRIDS,
+    PIXELS,
+    SIZES,
+    GivenPlaceholders,
+    image_arguments,
+    image_columns,
+    merge_size,
+    tile_features,
+)
+from rl_engine.batch.row_batch import VISUAL
 from rl_engine.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -29,9 +41,12 @@ if TYPE_CHECKING:
     from rl_engine.batch.row_batch import RowBatch
 
 
-def is_multimodal(model: PreTrainedModel) -> bool:
-    """Whether the model takes images in the way described above."""
-    return takes_images(model.config.to_dict()) and hasattr(model.base_model, "get_rope_index")
+def multimodal_inputs(model: PreTrainedModel) -> MultimodalInputs | ImageInputs | None:
+    """Inputs of a model that takes images; None of another."""
+    columns = image_columns(model.config.to_dict())
+    if GRIDS in columns:
+        return MultimodalInputs(model) if hasattr(model.base_model, "get_rope_index") else None
+    return ImageInputs(model, columns) if columns else None
 
 
 def vision_tower(model: PreTrainedModel) -> str:
@@ -40,9 +55,9 @@ def vision_tower(model: PreTrainedModel) -> str:
     Raises:
         ConfigError: there is none.
     """
-    if not is_multimodal(model):
+    if not image_columns(model.config.to_dict()):
         raise ConfigError(f"freeze_vision is true and {type(model).__name__} takes no images. Set it to false.")
-    return f"{model.base_model_prefix}.visual"
+    return f"{model.base_model_prefix}.{'visual' if hasattr(model.base_model, 'visual') else 'vision_tower'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +75,7 @@ class Modality:
 
 
 MODALITIES = (
-    Modality(name="image", pixels="pixel_values", grids="image_grid_thw", code=1),
+    Modality(name="image", pixels=PIXELS, grids=GRIDS, code=1),
     Modality(name="video", pixels="pixel_values_videos", grids="video_grid_thw", code=2),
 )
 _SECONDS = "second_per_grid_ts"
@@ -79,19 +94,17 @@ class MultimodalInputs:
         self._token_ids = {kind.code: int(getattr(model.config, f"{kind.name}_token_id")) for kind in MODALITIES}
         self._vision: Any = model.config.vision_config
         self._takes_seconds = _SECONDS in inspect.signature(self._trunk.get_rope_index).parameters
-        self._find_places: Any = self._trunk.get_placeholder_mask
-        self._trunk.get_placeholder_mask = self._places
-        self._given_ids: Tensor | None = None
+        self._given = GivenPlaceholders(self._trunk)
         self.num_passes = 1
         """Runs of the vision tower per micro-batch, the same on every rank: all gather its parameters together."""
-
-    def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Placeholder mask of given tokens only: the model's own would have those that it generated."""
-        return self._find_places(input_ids if self._given_ids is None else self._given_ids, *args, **kwargs)
 
     def passes_for(self, batch: RowBatch) -> int:
         """Runs that this rank's rows need in one micro-batch."""
         return max(1, sum(batch.has(kind.grids) for kind in MODALITIES))
+
+    def passes_in(self, rows: PackedRows) -> int:
+        """Runs that a micro-batch needs itself."""
+        return len(modalities_in(rows))
 
     def check(self, batch: RowBatch) -> None:
         """Refuse rows whose images or videos do not fit.
@@ -175,7 +188,7 @@ class MultimodalInputs:
         if rows.places is None:
             return {"position_ids": rows.position_ids.expand(3, 1, -1)}
         assert rows.given_ids is not None
-        self._given_ids = rows.given_ids[None]
+        self._given.ids = rows.given_ids[None]
         seen = {name: rows.visual[name] for kind in modalities_in(rows) for name in (kind.pixels, kind.grids)}
         return {"position_ids": rows.places.T[:, None], **seen}
 
@@ -196,3 +209,84 @@ class MultimodalInputs:
         vision = self._vision
         channels = getattr(vision, "in_channels", None) or vision.in_chans
         return channels * vision.temporal_patch_size * vision.patch_size**2
+
+
+class ImageInputs:
+    """Image inputs of one model whose positions have one axis (LLaVA, InternVL, Mistral 3); see `MultimodalInputs`."""
+
+    num_passes = 1
+
+    def __init__(self, model: PreTrainedModel, columns: tuple[str, ...]) -> None:
+        self._trunk: Any = model.base_model
+        self._given = GivenPlaceholders(self._trunk)
+        config, vision = model.config, model.config.vision_config
+        self._columns, self._token_id = columns, int(config.image_token_id)
+        side = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+        self._side = side
+        self._merge = merge_size(config)
+        size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+        self._shape = (3 * side**2,) if SIZES in columns else (3, size, size)
+        self._num_features = 0 if SIZES in columns else tile_features(config)
+
+    def passes_for(self, batch: RowBatch) -> int:
+        """See `MultimodalInputs`."""
+        del batch
+        return 1
+
+    def passes_in(self, rows: PackedRows) -> int:
+        """See `MultimodalInputs`."""
+        return int(len(rows.visual.get(PIXELS, ())) > 0)
+
+    def check(self, batch: RowBatch) -> None:
+        """Refuse rows whose images do not fit.
+
+        Raises:
+            BatchError: says what does not belong together.
+        """
+        for name in VISUAL:
+            if batch.has(name) and name not in self._columns:
+                raise BatchError(f"The batch has {name} and {type(self._trunk).__name__} does not take it. Drop it.")
+        marks = batch.count_given(self._token_id)
+        missing = [name for name in self._columns if not batch.has(name)]
+        if missing:
+            if len(missing) < len(self._columns) or int(marks.sum()):
+                raise BatchError(f"Rows with image tokens ({self._token_id}) need {', '.join(missing)}.")
+            return
+        pixels, counts = batch.ragged(PIXELS)
+        if pixels.shape[1:] != self._shape:
+            raise BatchError(f"{PIXELS} has values of shape {[*pixels.shape[1:]]}; wanted {[*self._shape]} each.")
+        wanted = counts * self._num_features
+        if SIZES in self._columns:
+            sizes, num_images = batch.ragged(SIZES)
+            row_of = torch.arange(batch.num_rows, device=sizes.device).repeat_interleave(num_images)
+            wanted = torch.zeros_like(marks).index_add_(0, row_of, (sizes // (self._side * self._merge)).prod(-1))
+            patches = torch.zeros_like(marks).index_add_(0, row_of, (sizes // self._side).prod(-1))
+            if not torch.equal(patches, counts):
+                raise BatchError(f"{SIZES} has {patches.tolist()} patches by row and {PIXELS} {counts.tolist()}.")
+        if bool((wanted != marks).any()):
+            row = int((wanted != marks).nonzero()[0])
+            raise BatchError(
+                f"Row {row} has images of {int(wanted[row])} features and {int(marks[row])} image tokens; one feature "
+                "belongs to each."
+            )
+
+    def place(self, batch: RowBatch) -> None:
+        """Positions count tokens."""
+
+    def arguments(self, rows: PackedRows) -> dict[str, Any]:
+        """Keyword arguments of the model: positions (1, T), and the images where there are any."""
+        positions = {"position_ids": rows.position_ids[None]}
+        if not self.passes_in(rows):
+            return positions
+        assert rows.given_ids is not None
+        self._given.ids = rows.given_ids[None]
+        return positions | image_arguments({name: rows.visual[name] for name in self._columns}, self._side)
+
+    def blank(self, device: torch.device) -> Tensor:
+        """See `MultimodalInputs`."""
+        edge = self._side * self._merge
+        size = (3, edge, edge) if SIZES in self._columns else self._shape
+        pixels = torch.zeros(1, *size, device=device, dtype=self._trunk.dtype)
+        sizes = {SIZES: torch.tensor([[edge, edge]], device=device)} if SIZES in self._columns else {}
+        found = self._trunk.get_image_features(pixels, **sizes, return_dict=True).pooler_output
+        return torch.stack([part.sum() for part in found]).sum() * 0.0

@@ -21,7 +21,7 @@ from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.layers import packed_attention as attention
 from rl_engine.layers.logprobs import LinearHead, score_logits, score_states, score_values
 from rl_engine.layers.moe import Routers, routing_of
-from rl_engine.layers.multimodal import MultimodalInputs, is_multimodal, modalities_in
+from rl_engine.layers.multimodal import multimodal_inputs
 from rl_engine.layers.packed_delta import LINEAR_LAYER, delta_nets, pack_delta_nets
 from rl_engine.model.scorer import Scorer
 
@@ -59,7 +59,7 @@ class HuggingFaceScorer(Scorer):
         if self.is_packed:
             name = attention.register(is_compiled=is_compiled)
             pack_delta_nets(model)
-            self.multimodal = MultimodalInputs(model) if is_multimodal(model) else None
+            self.multimodal = multimodal_inputs(model)
             model.set_attn_implementation(name if self.multimodal is None else {"text_config": name})
 
     @property
@@ -109,7 +109,7 @@ class HuggingFaceScorer(Scorer):
     def forward(self, rows: PackedRows, head_loss: HeadLoss | None = None) -> ModelOutput:
         """See `Scorer`."""
         if self.sequence_group is None:
-            missing = 0 if self.multimodal is None else self.multimodal.num_passes - len(modalities_in(rows))
+            missing = 0 if self.multimodal is None else self.multimodal.num_passes - self.multimodal.passes_in(rows)
             return self._score(*self._feed(rows), head_loss) if not missing else self._with_blanks(rows, missing)
         rows = rows.padded(self.sequence_group.size)
         return self.sequence_group.gather_scores(self._score(*self._feed_share(rows, self.sequence_group)), rows)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rl_engine.layers.logprobs import HeadLoss
     from rl_engine.layers.moe import ExpertLoad, Experts, Routing
     from rl_engine.layers.mtp import MtpLayer
-    from rl_engine.layers.multimodal import MultimodalInputs
+    from rl_engine.layers.multimodal import ImageInputs, MultimodalInputs
     from rl_engine.optimizer import StepOptimizer
     from rl_engine.types import EngineConfig, ModelOutput, PeftConfig
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Scorer(nn.Module):
     """Scores packed rows with one model. `model` holds every parameter."""
 
-    multimodal: MultimodalInputs | None = None
+    multimodal: MultimodalInputs | ImageInputs | None = None
     """Multimodal inputs; None for a model that takes none in that way."""
     mtp: MtpLayer | None = None
     """Layer for multi-token prediction, where it is trained in the model."""

@@ -554,12 +554,19 @@ class ModelFacts:
 
     config: Mapping[str, Any]
     """Values of `config.json`; of a multimodal model, those of its language model are on top."""
-    takes_images: bool
-    """Whether it takes images as patches among packed tokens, and the folder has an image processor."""
+    image_columns: tuple[str, ...]
+    """Columns of images that it takes; empty where it takes none, or the folder has no image processor."""
+    why_blind: str
+    """Why it takes no images, a clause that names its family."""
     longrope_limit: int | None
     """Longest sequence for which longrope does not depend on the batch, tokens; None: it does not use longrope."""
     is_pipeline: bool = False
     """Whether it is a pipeline of diffusers: several models, each in a folder of its own."""
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether it takes images."""
+        return bool(self.image_columns)
 
 
 class FolderTokens(Protocol):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
 
+from rl_csrc.inference.images import GRIDS, PIXELS
 from rl_rollout.backends.external.external_server import ExternalServer
 from rl_rollout.backends.external.options import (
     ADAPTER_OPTIONS,
@@ -507,8 +508,8 @@ def features_of(images: PreparedImages) -> dict[str, Any]:
     """`features` of a request with images; vLLM's cache knows an image by the hash of its data URL."""
     from msgspec import msgpack  # needed for this alone
 
-    grids = images.image_grid_thw
-    pixels = images.pixel_values.split(grids.prod(-1).tolist())
+    grids = images.columns[GRIDS]
+    pixels = images.columns[PIXELS].split(grids.prod(-1).tolist())
     items = [_item(*pair) for pair in zip(pixels, grids, strict=True)]
     return {
         "mm_hashes": {"image": [hashlib.sha256(url.encode()).hexdigest() for url in images.urls]},

@@ -49,8 +49,8 @@ def write_tiny_vl_model(
 
     Args:
         folder: Written to; made if it is not there.
-        family: `qwen2_5_vl`, `qwen3_vl`, `qwen3_5`, or `qwen3_vl_moe` and `qwen3_5_moe` with their experts among
-            `overrides`.
+        family: `qwen2_5_vl`, `qwen3_vl`, `qwen3_5`, `llava`, `internvl`, `mistral3`, or `qwen3_vl_moe` and
+            `qwen3_5_moe` with their experts among `overrides`.
         seed: Seed of the weights.
         patch_size: Pixels of a patch's side; an image has a feature for each two by two of them.
         **overrides: Fields of the language model's config.
@@ -58,6 +58,8 @@ def write_tiny_vl_model(
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if family in _TILED:
+        return _write_tiled(folder, family, seed, overrides)
     vocab_size = _write_tokenizer(folder, VISION, VISION_TEMPLATE)
     text = _sizes(vocab_size) | overrides
     feature = (2 * patch_size) ** 2
@@ -95,6 +97,50 @@ def write_tiny_vl_model(
     return _write_model(folder, AutoModelForImageTextToText, config, seed)
 
 
+_TILED = {
+    "llava": ("<image>",),
+    "internvl": ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+    "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+}
+"""Families of one-axis positions, with the special tokens of their processors."""
+
+
+def _write_tiled(folder: Path, family: str, seed: int, overrides: dict[str, Any]) -> Path:
+    """Write a model whose images are tiles of 8 x 8 pixels, or of Mistral 3 patches of 4 x 4 and up to 24 x 24."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+    special = _TILED[family]
+    place = "<IMG_CONTEXT>" if family == "internvl" else special[0]
+    names = {"internvl": ("start_image_token", "end_image_token", "context_image_token", "video_token")}
+    template = VISION_TEMPLATE.replace("<vision><image></vision>", place)
+    vocab_size = _write_tokenizer(folder, special, template, names.get(family, ()))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    vision: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "initializer_range": 0.2, "head_dim": 8}
+    tile = {"height": 8, "width": 8}
+    if family == "llava":
+        vision |= {"model_type": "clip_vision_model"}
+        processor: Any = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=tile)
+        more: dict[str, Any] = {"vision_feature_layer": -1}
+    elif family == "internvl":
+        vision |= {"image_size": [8, 8], "patch_size": [4, 4]}
+        processor = transformers.GotOcr2ImageProcessorPil(size=tile, max_patches=4)
+        more = {"image_seq_length": 1, "downsample_ratio": 0.5}
+    else:
+        vision |= {"image_size": 24, "model_type": "pixtral"}
+        processor = transformers.PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 24})
+        more = {"spatial_merge_size": 2}
+    processor.save_pretrained(folder)
+    text = {"model_type": "mistral" if family == "mistral3" else "qwen2", **_sizes(vocab_size), **overrides}
+    place_id = tokenizer.convert_tokens_to_ids(place)
+    ids = {"image_token_id" if family == "internvl" else "image_token_index": place_id}
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids, **more
+    )
+    return _write_model(folder, AutoModelForImageTextToText, config, seed)
+
+
 def load_weights(folder: Path | str) -> dict[str, Tensor]:
     """Load the weights of a model folder, by name."""
     from safetensors.torch import load_file
@@ -120,7 +166,9 @@ def _sizes(vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(folder: Path, special: tuple[str, ...], chat_template: str) -> int:
+def _write_tokenizer(
+    folder: Path, special: tuple[str, ...], chat_template: str, names: tuple[str, ...] = VISION_NAMES
+) -> int:
     """Write a character-level tokenizer; returns the size of its vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -135,7 +183,7 @@ def _write_tokenizer(folder: Path, special: tuple[str, ...], chat_template: str)
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        extra_special_tokens=dict(zip(VISION_NAMES, special, strict=False)),
+        extra_special_tokens=dict(zip(names, special, strict=False)),
     )
     wrapped.chat_template = chat_template
     wrapped.save_pretrained(folder)

@@ -256,11 +256,11 @@ def check_images(config: Config) -> None:
     Raises:
         InputError: it takes none.
     """
-    if not model_facts(Path(str(config.model.path))).takes_images:
+    facts = model_facts(Path(str(config.model.path)))
+    if not facts.takes_images:
         raise InputError(
-            f"rows of the data have images, and the model in {config.model.path} takes none: a model is needed whose "
-            "images are patches among packed tokens (Qwen2.5-VL, Qwen3-VL), in a folder with preprocessor_config.json; "
-            "choose another, or leave those rows out"
+            f"rows of the data have images, and the model in {config.model.path} takes none: "
+            f"{facts.why_blind}; choose another, or leave those rows out"
         )
 
 

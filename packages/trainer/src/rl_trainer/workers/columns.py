@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_agent.types import AgentLoopOutput
+from rl_engine.registry import image_processor
 from rl_rollout.errors import RequestError
-from rl_rollout.types import placeholder_repeats
+from rl_rollout.types import expand_runs
 from rl_tq.types import PerGroup
 from rl_trainer.errors import InputError, TrainerError
 from rl_trainer.rewards import Score
@@ -74,7 +75,7 @@ def to_columns(
     elif any(output.images for output in outputs):
         raise TrainerError(
             "a trajectory has images, and the model's folder does not say how to prepare them (preprocessor_config.json"
-            ", of a model like Qwen2.5-VL or Qwen3-VL); they would be left out in silence"
+            "); they would be left out in silence"
         )
     versions = [[v for v in o.weight_versions if v >= 0] for o in outputs]
     given = [bool(o.extra_fields.get(GIVEN)) for o in outputs]
@@ -137,14 +138,15 @@ def _completions(outputs: Sequence[AgentLoopOutput]) -> dict[str, Tensor]:
 
 
 def _images(
-    urls: Sequence[tuple[str, ...]], values: Sequence[tuple[torch.Tensor, ...]], sizes: Sequence[int]
+    urls: Sequence[tuple[str, ...]], values: Sequence[dict[str, Tensor]], sizes: Sequence[int]
 ) -> dict[str, Any]:
     """Values of `IMAGES` by row; by group, where all rows of each group have the same images."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     is_shared = all(len(set(urls[at : at + size])) == 1 for at, size in zip(starts, sizes, strict=True))
     rows = [values[at] for at in starts] if is_shared else values
     columns: dict[str, Any] = {}
-    for name, parts in zip(IMAGES, zip(*rows, strict=True), strict=True):
+    for name in rows[0]:
+        parts = [row[name] for row in rows]
         offsets = torch.tensor([0, *[len(part) for part in parts]]).cumsum(0)
         column = torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
         columns[name] = PerGroup(column) if is_shared else column
@@ -204,8 +206,8 @@ def _num_unknown(output: AgentLoopOutput, num_known: int | Mapping[str, int] | N
     return 0 if num_known is None else sum(bool(wrote) and token >= num_known for token, wrote in pairs)
 
 
-IMAGES = ("pixel_values", "image_grid_thw")
-"""Ragged, float32 [patches of a row's images, numbers of a patch] and int64 [images, 3]: what the engine is fed."""
+IMAGES = ("pixel_values", "image_grid_thw", "image_sizes")
+"""Ragged columns of images, of which a model takes some: see `rl_engine.registry.describe_model`."""
 
 
 class ImageReader:
@@ -216,60 +218,44 @@ class ImageReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoConfig, AutoImageProcessor
-
-        load: Any = AutoImageProcessor.from_pretrained
         try:
-            self._processor = load(folder, local_files_only=True, trust_remote_code=False)
+            self._processor = image_processor(folder)
         except (ImportError, OSError, ValueError) as error:
             raise InputError(
                 f"the image processor in {folder} cannot be loaded (pip install 'rl-post-trainer[images]'): {error}"
             ) from error
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        self._place: int = config.image_token_id
-        vision = config.vision_config
-        self._merged: int = vision.spatial_merge_size**2
-        channels = getattr(vision, "in_channels", None) or vision.in_chans
-        self._patch_numbers: int = channels * vision.temporal_patch_size * vision.patch_size**2
 
     def num_added(self, urls: Sequence[str]) -> int:
         """Extra tokens of a prompt with these images, beyond one placeholder each; pixels are not read."""
-        return sum(self._num_tokens(_opened(url)) - 1 for url in urls)
+        images = map(_opened, urls)
+        return sum(self._processor.num_tokens(image.height, image.width) - 1 for image in images)
 
-    def _num_tokens(self, image: Any) -> int:
-        patches: int = self._processor.get_number_of_image_patches(image.height, image.width)
-        return patches // self._merged
-
-    def read(self, outputs: Sequence[AgentLoopOutput]) -> tuple[list[AgentLoopOutput], list[tuple[Tensor, Tensor]]]:
-        """Trajectories with image placeholders expanded, and the values of `IMAGES` for each.
+    def read(self, outputs: Sequence[AgentLoopOutput]) -> tuple[list[AgentLoopOutput], list[dict[str, Tensor]]]:
+        """Trajectories with image placeholders expanded, and the values of each one's columns.
 
         Raises:
             TrainerError: a trajectory has not as many places as images.
         """
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
+        seen: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {}
         written: list[AgentLoopOutput] = []
-        values: list[tuple[Tensor, Tensor]] = []
+        values: list[dict[str, Tensor]] = []
         for output in outputs:
             for url in output.images:
                 if url not in seen:
-                    found = self._processor(images=[_opened(url).convert("RGB")], return_tensors="pt")
-                    seen[url] = found["pixel_values"].float(), found["image_grid_thw"]
+                    seen[url] = self._processor.read(_opened(url).convert("RGB"))
             of_row = [seen[url] for url in output.images]
-            counts = [int(grid.prod()) // self._merged for _, grid in of_row]
-            written.append(written_out(output, self._place, counts))
-            none = torch.empty(0, self._patch_numbers), torch.empty(0, 3, dtype=torch.int64)
-            pixels, grids = zip(none, *of_row, strict=True)
-            values.append((torch.cat(pixels), torch.cat(grids)))
+            written.append(written_out(output, self._processor.token_id, [run for run, _ in of_row]))
+            values.append(self._processor.join([found for _, found in of_row]))
         return written, values
 
 
-def written_out(output: AgentLoopOutput, place: int, counts: Sequence[int]) -> AgentLoopOutput:
-    """Expand the placeholders of a trajectory: image i takes `counts[i]` tokens. Sampled placeholders stay single.
+def written_out(output: AgentLoopOutput, place: int, runs: Sequence[tuple[int, ...]]) -> AgentLoopOutput:
+    """Expand the placeholders of a trajectory: image i becomes `runs[i]`. Sampled placeholders stay single.
 
     Args:
-        output: Trajectory with one placeholder for each image, or with all of them already.
+        output: Trajectory with one placeholder for each image, or with whole runs already.
         place: Placeholder token id.
-        counts: Tokens of each image.
+        runs: Tokens of each image.
 
     Raises:
         TrainerError: there are neither as many placeholders as images, nor as many as these take.
@@ -277,18 +263,21 @@ def written_out(output: AgentLoopOutput, place: int, counts: Sequence[int]) -> A
     pairs = zip(output.completion_token_ids, output.loss_mask, strict=True)
     given = [*output.prompt_token_ids, *(-1 if wrote else token for token, wrote in pairs)]
     try:
-        times = placeholder_repeats("a trajectory", given, place, counts)
+        ids, times = expand_runs(
+            "a trajectory", (*output.prompt_token_ids, *output.completion_token_ids), given, place, runs
+        )
     except RequestError as error:
         raise TrainerError(str(error)) from error
 
     def repeated(name: str, times: Sequence[int]) -> tuple[Any, ...]:
         return tuple(value for value, count in zip(getattr(output, name), times, strict=True) for _ in range(count))
 
-    start = len(output.prompt_token_ids)
-    per_token = ("completion_token_ids", "loss_mask", "rollout_logprobs", "weight_versions")
+    start, length = len(output.prompt_token_ids), sum(times[: len(output.prompt_token_ids)])
+    per_token = ("loss_mask", "rollout_logprobs", "weight_versions")
     return replace(
         output,
-        prompt_token_ids=repeated("prompt_token_ids", times[:start]),
+        prompt_token_ids=ids[:length],
+        completion_token_ids=ids[length:],
         **{name: repeated(name, times[start:]) for name in per_token},
     )
 

@@ -1,7 +1,7 @@
-"""Image prompts: pixel values and multimodal positions (M-RoPE) of a vision-language model.
+"""Image prompts: pixel values and positions of a vision-language model.
 
-Positions have three axes (time, height, width), and an image spans fewer positions than it has tokens: a completion
-token's position is its index plus `shift`.
+Multimodal positions (M-RoPE) have three axes (time, height, width), and an image spans fewer of them than it has
+tokens: a completion token's position is its index plus `shift`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_csrc.inference.images import takes_images
+from rl_csrc.inference.images import GRIDS, GivenPlaceholders, image_arguments, image_columns
 from rl_rollout.multimodal import load_preparer
 
 if TYPE_CHECKING:
@@ -26,13 +26,11 @@ class ImagePrompt:
     """Model inputs for the images of one prompt of P tokens."""
 
     positions: Tensor
-    """[3, P] int64, positions on the axes time, height and width."""
+    """[3, P] int64, positions on the axes time, height and width; [P] of a model whose positions have one axis."""
     shift: int
     """Position of a token beyond the prompt, minus its index."""
-    pixel_values: Tensor
-    """[patches of all images, elements of a patch] float32"""
-    image_grid_thw: Tensor
-    """[images, 3] int64, patches of each image along the axes."""
+    arguments: dict[str, Tensor]
+    """Keyword arguments of the model that hold the images."""
     given_ids: Tensor
     """[P] int64, prompt token ids; -1 where a model sampled the token: a sampled placeholder represents no image."""
     sampled_places: tuple[int, ...]
@@ -49,17 +47,11 @@ class ImageReader:
 
     def __init__(self, module: Any, preparer: ImagePreparer) -> None:
         self._trunk = module.base_model
+        self._side = module.config.vision_config.patch_size
         self._prepare = preparer.prepare
         self._token_id = preparer.token_id
         self.check_blind = preparer.check_blind
-        self._find_places = self._trunk.get_placeholder_mask
-        self._trunk.get_placeholder_mask = self._places
-        self.given_ids: Tensor | None = None
-        """[1, T] `ImagePrompt.given_ids` of the tokens of the current forward pass."""
-
-    def _places(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the model's search for image placeholders."""
-        return self._find_places(input_ids if self.given_ids is None else self.given_ids, *args, **kwargs)
+        self.given = GivenPlaceholders(self._trunk)
 
     def see(self, request: GenerateRequest) -> tuple[GenerateRequest, ImagePrompt]:
         """Expand the image placeholders of a request, and prepare its images.
@@ -69,17 +61,18 @@ class ImageReader:
         """
         request, prepared = self._prepare(request)
         ids, given = request.prompt_token_ids, prepared.given_ids
-        row = torch.tensor([ids])
-        kinds = (torch.tensor([given]) == self._token_id).int()
         num_seen = prepared.spans[-1][1]
         sampled = zip(ids[:num_seen], given, strict=False)
-        grids = prepared.image_grid_thw
-        positions, shift = self._trunk.get_rope_index(row, mm_token_type_ids=kinds, image_grid_thw=grids)
+        positions, shift = torch.arange(len(ids)), 0
+        if GRIDS in prepared.columns:
+            kinds = (torch.tensor([given]) == self._token_id).int()
+            grids = prepared.columns[GRIDS]
+            axes, found = self._trunk.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grids)
+            positions, shift = axes[:, 0], int(found)
         return request, ImagePrompt(
-            positions=positions[:, 0],
-            shift=int(shift),
-            pixel_values=prepared.pixel_values,
-            image_grid_thw=grids,
+            positions=positions,
+            shift=shift,
+            arguments=image_arguments(prepared.columns, self._side),
             given_ids=torch.tensor(given),
             sampled_places=tuple(i for i, pair in enumerate(sampled) if pair == (self._token_id, -1)),
             num_seen=num_seen,
@@ -88,9 +81,8 @@ class ImageReader:
 
 def load_image_reader(module: Any, model_path: str) -> ImageReader | None:
     """Image preprocessor of the model in this folder; None if it takes no images."""
-    if not (takes_images(module.config.to_dict()) and hasattr(module.base_model, "get_rope_index")):
+    columns = image_columns(module.config.to_dict())
+    if not columns or (GRIDS in columns and not hasattr(module.base_model, "get_rope_index")):
         return None
-    config = module.config
-    num_merged = config.vision_config.spatial_merge_size**2
-    preparer = load_preparer(model_path, token_id=config.image_token_id, num_merged=num_merged)
+    preparer = load_preparer(model_path)
     return None if preparer is None else ImageReader(module, preparer)

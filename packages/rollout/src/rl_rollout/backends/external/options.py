@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_csrc.inference.images import takes_images
+from rl_csrc.inference.images import GRIDS, image_columns
 from rl_rollout.errors import ConfigError
 from rl_rollout.multimodal import load_preparer
 from rl_rollout.validation import read_adapter_config
@@ -65,10 +65,9 @@ def has_vision(model_config: Mapping[str, Any]) -> bool:
 
 def find_preparer(model_path: str, model_config: Mapping[str, Any]) -> ImagePreparer | None:
     """Image preprocessor for third-party servers; None where the model's image interface is not supported."""
-    if model_config.get("model_type") not in IMAGE_MODELS or not takes_images(model_config):
+    if model_config.get("model_type") not in IMAGE_MODELS or GRIDS not in image_columns(model_config):
         return None
-    num_merged = int(model_config["vision_config"]["spatial_merge_size"]) ** 2
-    return load_preparer(model_path, token_id=int(model_config["image_token_id"]), num_merged=num_merged)
+    return load_preparer(model_path)
 
 
 @dataclass(frozen=True, slots=True)

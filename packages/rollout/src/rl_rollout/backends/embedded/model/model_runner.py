@@ -117,13 +117,10 @@ class ServedModel:
 
     def prefill_seen(self, ids: Tensor, seen: ImagePrompt, batch: Batch) -> None:
         """Prefill of a prompt with images: fill the cache with its first tokens, all image tokens among them."""
-        positions = seen.positions[:, : len(ids)].to(self.device)[:, None]
-        images = {
-            "pixel_values": seen.pixel_values.to(self.device),
-            "image_grid_thw": seen.image_grid_thw.to(self.device),
-        }
+        positions = seen.positions[..., : len(ids)].to(self.device).unsqueeze(-2)
+        images = {name: value.to(self.device) for name, value in seen.arguments.items()}
         assert self.image_reader is not None
-        self.image_reader.given_ids = seen.given_ids[None, : len(ids)].to(self.device)
+        self.image_reader.given.ids = seen.given_ids[None, : len(ids)].to(self.device)
         self._run(ids[None], positions, batch, 1, **images)
 
     def _run(
@@ -278,7 +275,8 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
 
 def _adaptable(linears: dict[str, ServedLinear]) -> dict[str, ServedLinear]:
     """Layers that adapters may change: those that see the packed tokens, not those of a vision tower or delta net."""
-    return {name: layer for name, layer in linears.items() if {"visual", NAME}.isdisjoint(name.split("."))}
+    others = {"visual", "vision_tower", "multi_modal_projector", NAME}
+    return {name: layer for name, layer in linears.items() if others.isdisjoint(name.split("."))}
 
 
 def _check_architecture(module: Any, path: str) -> None:
