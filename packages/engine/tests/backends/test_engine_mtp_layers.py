@@ -9,7 +9,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, ModelFolderError, ParallelConfig, create_engine
+from rl_engine import (
+    ConfigError,
+    EngineConfig,
+    Head,
+    LoraConfig,
+    ModelFolderError,
+    OptimizerConfig,
+    ParallelConfig,
+    create_engine,
+)
 from rl_engine.backends.megatron.layout import megatron_calls  # first: without megatron-core's warnings
 from rl_engine.optimizer import learning_rate
 from rl_engine.testing import write_tiny_model
@@ -245,6 +254,22 @@ def test_models_and_layouts_that_it_is_not_for_are_refused(tmp_path):
     for backend in ("megatron", "fsdp"):
         with pytest.raises(ModelFolderError, match=r"has, beyond what the architecture takes, .*layers\.5\.eh_proj"):
             create_engine(backend, EngineConfig(**given)).check(1)
+
+
+@pytest.mark.process
+def test_the_loss_of_a_layer_falls(tmp_path):
+    """On bfloat16 activations and float32 weights, as a run trains; dense, behind layers with state."""
+    ranks.write_model(tmp_path, "3.5")
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.0)
+    config = EngineConfig(
+        model_path=str(tmp_path / "3.5"), mtp="train", optimizer=optimizer, precision="bfloat16", max_tokens_per_gpu=60
+    )
+    engine = create_engine("fsdp", config)
+    engine.initialize()
+    rows = ranks.megatron.ranks.draw_rows(ranks.megatron.SEED)
+    losses = [ranks.step(engine, rows)[0]["mtp_loss"] for _ in range(12)]
+    engine.close()
+    assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.promise("Layers for multi-token prediction go to servers with the weights, and into folders as they were")

@@ -27,6 +27,7 @@ NEXT = {
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1,
 }  # fmt: skip
 KINDS = {**{kind: megatron.MODELS[kind] for kind in ("v3", "glm")}, "next": ("qwen3_next", NEXT)}
+KINDS["3.5"] = "qwen3_5_text", {name: value for name, value in NEXT.items() if "expert" not in name}
 COUNT = 4
 OWN = {
     "v3": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
@@ -36,12 +37,12 @@ OWN = {
 
 
 def prefix_of(kind):
-    return "mtp" if kind == "next" else f"model.layers.{COUNT}"
+    return "mtp" if kind in ("next", "3.5") else f"model.layers.{COUNT}"
 
 
 def in_folder(kind, name):
     """Name in the folder of a tensor of the last layer of the model with one layer more."""
-    return name.replace(f"model.layers.{COUNT}.", "mtp.layers.0.") if kind == "next" else name
+    return name.replace(f"model.layers.{COUNT}.", "mtp.layers.0.") if prefix_of(kind) == "mtp" else name
 
 
 def write_model(folder, kind):
@@ -56,15 +57,15 @@ def write_model(folder, kind):
     big.save_pretrained(folder / f"{kind} big")
     big.save_pretrained(folder / kind)
     config = json.loads((folder / kind / "config.json").read_text())
-    config |= {"layer_types": config["layer_types"][:COUNT]} if kind == "next" else {}
+    config |= {"layer_types": config["layer_types"][:COUNT]} if prefix_of(kind) == "mtp" else {}
     (folder / kind / "config.json").write_text(json.dumps(config | {"num_hidden_layers": COUNT}))
     hidden, behind = sizes["hidden_size"], prefix_of(kind)
-    wide, *norms = OWN.get(kind, OWN["v3"])
+    wide, *norms = OWN["next" if behind == "mtp" else "v3"]
     extra = {f"{behind}.{wide}.weight": torch.randn(hidden, 2 * hidden) / 8}
     extra |= {f"{behind}.{norm}.weight": torch.rand(hidden) + 0.5 for norm in norms}
     file = folder / kind / "model.safetensors"
     tensors = {in_folder(kind, name): tensor for name, tensor in load_file(file).items()}
-    if kind != "next":
+    if behind != "mtp":
         copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
         extra |= {f"{behind}.{own}.weight": tensors[source].clone() for own, source in copies.items()}
     save_file(tensors | extra, file, metadata={"format": "pt"})

@@ -382,16 +382,21 @@ def test_drafts_that_no_layer_makes_are_refused(folder, overrides, words):
         )
 
 
-def test_the_plan_says_whether_syncs_carry_the_layer_that_drafts(tmp_path):
+def test_the_plan_says_whether_syncs_carry_the_layer_that_drafts(tmp_path, monkeypatch):
     file = write_tiny_model(tmp_path / "model") / "model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2)}, file, metadata={"format": "pt"})
     for options, words in (
         ([], "from shard to shard, without the layer (rollout.options.num_mtp_tokens is not set) for multi-token"),
         (["rollout.options.num_mtp_tokens=2"], "takes whole tensors, with the layer for multi-token prediction"),
     ):
-        config = load_config("quickstart", [f"model.path={file.parent}", VLLM, "engine.mtp=freeze", *options])
+        given = [f"model.path={file.parent}", VLLM, "engine.mtp=freeze", "runtime=ray", *options]
+        config = load_config("quickstart", given)
+        monkeypatch.setattr(gpus, "local_gpus", lambda: 2)
         assert words in dict(check_backends(config))["weights"]
         assert actor_config(config, file.parent).exports_mtp == bool(options)
+    monkeypatch.setattr(gpus, "local_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match="num_mtp_tokens takes a GPU, and there is none: vLLM 0.32 on a CPU"):
+        check_backends(config)
     overrides = [f"model.path={file.parent}", "engine.mtp=freeze", "rollout.options.num_mtp_tokens=2"]
     with pytest.raises(ConfigError, match="rollout.backend=embedded cannot be used as configured: .*num_mtp_tokens"):
         check_backends(load_config("quickstart", overrides))

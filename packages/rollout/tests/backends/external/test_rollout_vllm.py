@@ -117,23 +117,17 @@ def test_int8_of_the_real_one_converts_each_update(tmp_path, new_trainer):
 def test_drafts_of_the_real_one_follow_updates(tmp_path, new_trainer):
     """Tokens and log-probs are those of a server without drafts; an update loads and attests the layer that drafts."""
     first, second = (mtp_model(tmp_path / name, seed) for name, seed in (("first", 0), ("second", 3)))
-    asked = request("asked", prompt=tuple(range(3, 40)), max_new_tokens=24)
-    sampled, found = request("sampled", max_new_tokens=24, temperature=1.0, seed=5), {}
-    for name, folder, num_mtp_tokens in (("drafts", first, 1), ("plain", second, None)):
+    asked, found = request("asked", prompt=tuple(range(3, 40)), max_new_tokens=24), {}
+    for folder, num_mtp_tokens in ((first, 1), (second, None)):
         config = real_vllm_config(folder, num_mtp_tokens=num_mtp_tokens, max_model_len=256)
         for served in serve("vllm", config, new_trainer(60), max_model_len=256):
             for version in (1, 2) if num_mtp_tokens else ():
                 served.run(served.update(served, load_weights((first, second)[version - 1]), version))
-            found[name] = served.run(served.server.generate(asked))
-            if num_mtp_tokens:
-                drawn = served.run(served.server.generate(sampled))
-            else:
-                whole = replace(asked, prompt_token_ids=(*sampled.prompt_token_ids, *drawn.token_ids))
-                scored = served.run(served.server.generate(replace(whole, returns_prompt_logprobs=True)))
-    assert found["drafts"].token_ids == found["plain"].token_ids
-    assert found["drafts"].logprobs == pytest.approx(found["plain"].logprobs, abs=1e-4)
-    assert set(found["drafts"].weight_versions) == {2}
-    assert drawn.logprobs == pytest.approx(scored.prompt_logprobs[-24:], abs=1e-4)
+            found[num_mtp_tokens] = served.run(served.server.generate(asked))
+    drafted, plain = found[1], found[None]
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    assert set(drafted.weight_versions) == {2}
 
 
 @pytest.mark.parametrize(

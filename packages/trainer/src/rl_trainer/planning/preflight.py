@@ -390,6 +390,11 @@ def check_backends(config: Config) -> list[tuple[str, str]]:
         raise ConfigError(
             f"rollout.quantization={quantization} takes a GPU, and there is none; choose int8, or leave it out"
         )
+    if drafts_by_mtp(config) and config.rollout.backend == "vllm" and not count_gpus(config):
+        raise ConfigError(
+            "rollout.options.num_mtp_tokens takes a GPU, and there is none: vLLM 0.32 on a CPU draws drafted tokens at "
+            "temperatures that it leaves uninitialised; leave it out"
+        )
     if quantization == "none":
         weights += "" if is_attested else ", not attested with this rollout.parallel"
     else:

@@ -596,7 +596,8 @@ class Stage(Scorer):
         for module in (module for chunk in self.model for module in chunk.modules()):
             if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
                 router: Any = module.router
-                router.router_replay.routing = None
+                if router.router_replay is not None:  # a layer for multi-token prediction replays nothing
+                    router.router_replay.routing = None
                 for owner in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
                     graphs = [
                         name for name, value in vars(owner).items() if getattr(value, "grad_fn", None) is not None
