@@ -176,6 +176,11 @@ def describe_model(folder: str | Path) -> ModelFacts:
         values = read_model_config(folder)
     except ValueError as error:
         raise ModelFolderError(str(error)) from error
+    if str(kind := values.get("model_type")).startswith(("qwen2_5_omni", "qwen3_omni")):
+        raise ModelFolderError(
+            f"The model in {folder} is of type {kind!r}: omni models, which hear and speak, are neither trained nor "
+            "served here. Choose a model of text, or of text and images."
+        )
     config = values | values.get("text_config", {})
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     columns = image_columns(values)
