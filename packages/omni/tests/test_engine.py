@@ -47,7 +47,7 @@ def batch_of(columns):
     def jagged(rows):
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
 
-    return TensorDict({name: jagged(rows) for name, rows in columns.items()}, [len(columns["latents"])])
+    return TensorDict({name: jagged(rows) for name, rows in columns.items()}, [len(next(iter(columns.values())))])
 
 
 @pytest.fixture(scope="module")

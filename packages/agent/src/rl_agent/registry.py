@@ -41,8 +41,8 @@ def create_loop(
 
     Args:
         name: An entry point of the group `rl_agent.loops`, whose value is an `AgentLoop` subclass, or such a class.
-            This package ships `single_turn`, `tool`, `gym`, `self_play`, `reasoning_gym`, `verifiers`, `swe`,
-            `gui` and `harness`.
+            This package ships `single_turn`, `tool`, `gym`, `actions`, `self_play`, `reasoning_gym`, `verifiers`,
+            `swe`, `gui` and `harness`.
         server: Generator of tokens: a rollout server, a client of one, or a router.
         tokenizer: The tokenizer of the model that is served.
         policies: Policies by name, where several act, the default one among them.

@@ -1,4 +1,4 @@
-"""RL for models that generate no tokens: flow-matching picture models as an engine and a rollout server."""
+"""RL for models that generate no tokens: picture models and action policies as engines and rollout servers."""
 
 from rl_omni.base import Condition, FlowModel
 from rl_omni.errors import OmniError, PipelineError

@@ -133,9 +133,7 @@ class GymLoop(AgentLoop):
         except (TypeError, ValueError) as error:
             raise environment_failure("reset", f"it gave {found!r:.80}; (observation, info) is needed") from error
         messages, images, num_escaped = self._messages(observation, "reset")
-        if row.get("system"):
-            messages.insert(0, {"role": "system", "content": row["system"]})
-        return self._template.prompt(messages), images, info, num_escaped
+        return self._template.prompt([*system_messages(row), *messages]), images, info, num_escaped
 
     def _messages(self, observation: Any, stage: str) -> tuple[list[Message], tuple[str, ...], int]:
         """Messages of an observation, its images, and the number of special tokens that were escaped in it."""
@@ -282,6 +280,11 @@ def observed_messages(observation: Any, stage: str) -> list[Message]:
         what = f"its observation is a {type(observation).__name__}"
         raise environment_failure(stage, f"{what}; text, content parts or chat messages are needed")
     return list(well_formed(observation))
+
+
+def system_messages(row: Mapping[str, Any]) -> list[Message]:
+    """System message of a row, if it has one."""
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 def environment_failure(stage: str, message: str) -> FailureError:
