@@ -335,7 +335,6 @@ REFUSED = {
     "dropout": ("fsdp", "dropout", {"dropout": True}, "GPT2LMHeadModel is trained with dropout"),
     "dropout by the config alone": ("fsdp", "no module", {"dropout": True}, "LlamaForCausalLM is trained with dropout"),
     "dropout of an adapter": ("fsdp", "qwen3", {"lora": LoraConfig(dropout=0.1)}, "is trained with dropout"),
-    "images": ("fsdp", "images", {}, "Qwen3VLForConditionalGeneration takes images"),
     "cut tokens": ("fsdp", "qwen3", {"parallel": ParallelConfig(sp=2)}, r"parallel\.sp is 2"),
     "megatron": ("megatron", "qwen3", {}, "the megatron backend feeds every row its prompt"),
 }

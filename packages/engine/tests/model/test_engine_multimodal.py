@@ -176,6 +176,32 @@ def test_equal_tokens_with_other_pictures_are_not_one_prompt(tmp_path, kind):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_of_one_prompt_share_its_images(tmp_path, kind):
+    """Three answers to a prompt of two images, one to the same tokens with another picture, and one to text."""
+    folder, draw = write_model(tmp_path, kind), torch.Generator().manual_seed(6)
+    text, (prompt, _, pixels, grids) = rows_of(patch_numbers(folder))[1:3]
+    answers = torch.randint(1, 60, (3, 5), generator=draw).tolist()
+    rows = [(prompt, answer, pixels, grids) for answer in answers]
+    rows.insert(1, (prompt, answers[0], torch.randn(pixels.shape, generator=draw), grids))
+    rows.append(text)
+    want, gradients = oracle(folder, rows)
+    patches = {}
+    for shares in (True, False):
+        engine = built(folder, prefix_sharing=shares, max_tokens_per_gpu=4096)
+        model, seen = engine.parts.built.scorer.model, []
+        model.base_model.visual.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))
+        output = engine.forward_backward_batch(batch_of(rows), sft_loss)
+        for got, expected in zip(output.columns["logprobs"].unbind(), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
+        patches[shares] = sum(seen)
+        engine.close()
+    assert patches == {True: 2 * len(pixels), False: 4 * len(pixels)}
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("kind", MODALITIES)
 def test_a_placeholder_written_by_the_model_is_a_plain_token(tmp_path, kind):
     """Fed after the prompt, where transformers looks for none: with images, without any, and for a video."""

@@ -32,7 +32,7 @@ from rl_engine.layers import peft_lora as lora
 from rl_engine.layers.logprobs import LinearHead
 from rl_engine.layers.moe import check_aux
 from rl_engine.layers.mtp import MtpLayer
-from rl_engine.layers.multimodal import vision_tower
+from rl_engine.layers.multimodal import ImageInputs, vision_tower
 from rl_engine.layers.packed_attention import SequenceGroup, check_heads
 from rl_engine.layers.row_adapters import RowAdapters
 from rl_engine.model.activations import treat_parts
@@ -509,8 +509,8 @@ def _sharing_obstacle(scorer: HuggingFaceScorer, config: EngineConfig) -> str | 
         return f"parallel.sp is {config.parallel.sp}, which cuts rows over ranks"
     if not scorer.is_packed:
         return f"{name} has layers that mix tokens outside attention, or attends in its own way"
-    if scorer.multimodal is not None:
-        return f"{name} takes images, of which rows with the same tokens may have different ones"
+    if isinstance(scorer.multimodal, ImageInputs):
+        return f"{name} takes images without grids, whose features are not told apart"
     if scorer.has_state:
         return f"{name} has layers whose state begins with every row"
     if scorer.experts is not None:

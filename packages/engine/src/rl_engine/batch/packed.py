@@ -49,7 +49,8 @@ class PackedRows:
     visual: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The `VISUAL` columns' entries of these rows, in their order; see `rl_engine.layers.multimodal`."""
     places: Tensor | None = None
-    """(T, 3) int64, time, height and width of each token, where the batch has images."""
+    """(T, 3) int64, time, height and width of each token, where the batch has images; T of whole rows also where
+    `shared`, and so `given_ids`."""
     adapters: tuple[int, ...] | None = None
     """B entries, the number of each row's adapter, -1 for none; None: no row has one."""
     given_ids: Tensor | None = None
@@ -198,6 +199,8 @@ class _SpreadRows(torch.autograd.Function):
 class PrefixSharing:
     """Prefix sharing: the segments of U tokens that make up B rows, a tree."""
 
+    fed: Tensor
+    """(U,) int64 on the CPU, the tokens of T that are fed."""
     lengths: tuple[int, ...]
     """Tokens of each segment; they sum up to U."""
     before: tuple[int, ...]
@@ -264,6 +267,7 @@ def _regroup(
             scores = repeats(same, len(first), device)
     here = to_device(fed, device)
     shared = PrefixSharing(
+        fed=fed,
         lengths=tuple(lengths.tolist()),
         before=tuple(before.tolist()),
         keys=repeats(place[_ranges(starts - before, before + lengths)], len(fed), device),

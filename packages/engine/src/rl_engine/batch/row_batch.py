@@ -14,6 +14,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from rl_csrc import digest
 from rl_engine.batch.micro_batches import Load
 from rl_engine.batch.packed import NO_COUNTS, PackedRows, share_prefixes, to_device
 from rl_engine.batch.prefix_tree import prefix_tree, unshared
@@ -144,7 +145,10 @@ class RowBatch:
             self._completion.values.cpu().split(self._completions),
             strict=True,
         )
-        rows = [torch.cat(part).numpy()[: size - self._unfed] for part, size in zip(parts, self._lengths, strict=True)]
+        whole = [torch.cat(part) for part in parts]
+        if any(name in self._columns for name in VISUAL):
+            whole = _told_apart(whole, self._columns, self._prompts)
+        rows = [row.numpy()[: size - self._unfed] for row, size in zip(whole, self._lengths, strict=True)]
         return prefix_tree(rows, self._prompts)
 
     @property
@@ -344,6 +348,33 @@ class RowBatch:
                 f"Column {name} is not ragged; make it with torch.nested.nested_tensor(rows, layout=jagged)."
             )
         return column
+
+
+def _told_apart(
+    rows: Sequence[Tensor], columns: Mapping[str, _Ragged | Tensor | list[object]], prompts: Sequence[int]
+) -> list[Tensor]:
+    """Numbers in the place of rows' tokens, equal where the token is, who wrote it, and all images of the row.
+
+    A row with a video has numbers of its own.
+    """
+    ragged = {name: column for name, column in columns.items() if isinstance(column, _Ragged)}
+    pieces = {
+        name: ragged[name].values.split(ragged[name].offsets.diff().tolist())
+        for name in (*VISUAL, MASK)
+        if name in ragged
+    }
+    masks = pieces.pop(MASK, None)
+    seen: dict[object, int] = {}
+    keys = list[Tensor]()
+    for index, row in enumerate(rows):
+        has_video = any(len(entries[index]) for name, entries in pieces.items() if name in VISUAL[3:])
+        shown = index if has_video else tuple(digest(entries[index]) for entries in pieces.values())
+        key = row + (seen.setdefault(shown, len(seen)) << 33)
+        if masks is not None:
+            key[prompts[index] :] += (masks[index].cpu() != 0).to(torch.int64) << 32
+        keys.append(key)
+    found: Tensor = torch.cat(keys).unique(return_inverse=True)[1] if keys else torch.empty(0)
+    return list(found.split([len(row) for row in rows]))
 
 
 def _units_of(columns: Mapping[str, object], num_rows: int, *, needs_pairs: bool) -> list[list[int]]:

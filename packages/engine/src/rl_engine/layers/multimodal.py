@@ -31,6 +31,7 @@ from rl_csrc.inference.images import (
     merge_size,
     tile_features,
 )
+from rl_engine.batch.packed import to_device
 from rl_engine.batch.row_batch import VISUAL
 from rl_engine.errors import BatchError, ConfigError
 
@@ -188,9 +189,28 @@ class MultimodalInputs:
         if rows.places is None:
             return {"position_ids": rows.position_ids.expand(3, 1, -1)}
         assert rows.given_ids is not None
-        self._given.ids = rows.given_ids[None]
         seen = {name: rows.visual[name] for kind in modalities_in(rows) for name in (kind.pixels, kind.grids)}
-        return {"position_ids": rows.places.T[:, None], **seen}
+        given, places = rows.given_ids, rows.places
+        if rows.shared is not None:
+            fed = to_device(rows.shared.fed, given.device)
+            for kind in modalities_in(rows):
+                seen |= self._fed(kind, seen[kind.pixels], seen[kind.grids], given, fed)
+            given, places = given[fed], places[fed]
+        self._given.ids = given[None]
+        return {"position_ids": places.T[:, None], **seen}
+
+    def _fed(self, kind: Modality, pixels: Tensor, grids: Tensor, given: Tensor, fed: Tensor) -> dict[str, Tensor]:
+        """Patches and grids of the images whose tokens are fed, in the order of these."""
+        counts = grids.prod(-1)
+        image = torch.full_like(given, -1)
+        of_place = torch.arange(len(grids), device=given.device)
+        image[given == self._token_ids[kind.code]] = of_place.repeat_interleave(
+            counts // self._vision.spatial_merge_size**2
+        )
+        kept = image[fed]
+        kept = kept[kept >= 0].unique_consecutive()
+        pieces = pixels.split(counts.tolist())
+        return {kind.pixels: torch.cat([pieces[index] for index in kept.tolist()]), kind.grids: grids[kept]}
 
     def blank(self, device: torch.device) -> Tensor:
         """Zero, made by the vision tower from a blank image.
