@@ -257,7 +257,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path, policy):
 @pytest.mark.process
 @pytest.mark.parametrize("recipe", ["reach", "reach_ppo"])
 def test_the_trainer_trains_an_action_policy(policy, tmp_path, recipe):
-    groups = ["batch.batch_size=4", "batch.mini_batch_size=2"]
+    groups = ["batch.batch_size=4", "batch.mini_batch_size=4"]  # one optimizer step: the ratio is 1
     groups += ["batch.group_size=2"] if recipe == "reach" else ["critic.warmup_steps=0"]
     words = [f"model.path={policy}", f"output_dir={tmp_path / 'out'}", "steps=2", *groups]
     command = [sys.executable, "-m", "rl_trainer.cli", f"examples/actions/{recipe}.yaml", *words]
@@ -267,5 +267,5 @@ def test_the_trainer_trains_an_action_policy(policy, tmp_path, recipe):
     for version, record in enumerate(records[1:], 2):
         assert record["weights"]["version"] == version
         assert not record["failures"]
-        assert record["metrics"]["ratio"] == pytest.approx(1, abs=0.05)
+        assert record["metrics"]["ratio"] == pytest.approx(1, abs=1e-2)
     assert (tmp_path / "out/checkpoint-2/model/model_index.json").is_file()
