@@ -62,7 +62,12 @@ def test_an_image_is_its_bytes_whichever_way_it_comes(tmp_path):
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == PNG
     assert data_url(str(tmp_path / "a.png")) == url == data_url(url)
     assert data_url(JPEG).startswith("data:image/jpeg;base64,")
-    for wrong, sentence in ((b"text", "PNG, JPEG"), ("http://x/y.png", "nothing is downloaded"), (3, "not a data URL")):
+    for wrong, sentence in (
+        (b"text", "PNG, JPEG"),
+        ("http://x/y.png", "nothing is downloaded"),
+        (3, "not a data URL"),
+        (base64.b64encode(PNG * 99).decode(), "image 'iVBOR"),
+    ):
         with pytest.raises(RowError, match=sentence):
             data_url(wrong)
 

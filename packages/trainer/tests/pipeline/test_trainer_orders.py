@@ -1,5 +1,6 @@
 """Whatever the order of prompts, a run that stops anywhere goes on with exactly the prompts it would have had."""
 
+import io
 import json
 from collections import Counter
 from dataclasses import replace
@@ -257,6 +258,24 @@ def test_a_dataset_of_the_datasets_package(tmp_path, stream):
     assert sorted(r["reward_model"]["ground_truth"] for r in rows) == list("012345")
     with pytest.raises(DataError, match=r"has no split 'train'; it has fit, test"):
         load_datasets(DataConfig(path=str(tmp_path / "saved")), seed=0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("stream", [{}, {"stream_buffer": 100}])
+def test_images_of_the_datasets_package_stay_files(tmp_path, stream):
+    import datasets
+    from PIL import Image
+
+    seen = [{**row(n), "images": [Image.new("RGB", (2, 2 + n))]} for n in range(6)]
+    for each in seen:
+        each["prompt"] = [{"role": "user", "content": "<image>?"}]
+    made = datasets.Dataset.from_list(seen).cast_column("images", datasets.List(datasets.Image()))
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "saved"))
+    data = load_datasets(DataConfig(path=f"hf:{tmp_path / 'saved'}", options=stream, eval_size=3), seed=0)
+    for _ in range(2):
+        rows = [*([data.stream[i] for i in range(6)] if data.stream else data.train), *data.eval]
+        heights = sorted(Image.open(io.BytesIO(each["images"][0]["bytes"])).height for each in rows)
+        assert heights == [2, 2, 3, 3, 4, 4, 5, 6, 7]
 
 
 def test_a_dataset_of_your_own_from_a_file(tmp_path):

@@ -453,19 +453,36 @@ def _dataset_sources(name: str, config: DataConfig) -> tuple[Source, Source | No
     except Exception as error:
         raise DataError(f"dataset {name!r} cannot be loaded with {dict(options.load_options)}: {error}") from error
     if not isinstance(loaded, dict):  # one split: nothing is set apart
-        return Source(name, lambda: _numbered(name, loaded, options.columns)), None
+        return Source(name, lambda: _numbered(name, _undecoded(loaded), options.columns)), None
     # "test" need not be there, for nobody asked for it: the last rows are held out instead.
     for split in (options.train_split, *({options.eval_split} - {"test"})):
         if split not in loaded:
             raise DataError(f"dataset {name!r} has no split {split!r}; it has {', '.join(loaded)}")
     train, held_out = (
-        Source(f"{name}/{split}", partial(_numbered, f"{name}/{split}", loaded[split], options.columns))
+        Source(
+            f"{name}/{split}",
+            lambda split=split: _numbered(f"{name}/{split}", _undecoded(loaded[split]), options.columns),
+        )
         if split in loaded
         else None
         for split in (options.train_split, options.eval_split)
     )
     assert train is not None, "it was looked for"
     return train, held_out
+
+
+def _undecoded(split: Any) -> Any:
+    """Rows of a split whose images, sounds and videos are `{"bytes", "path"}` of files, as parquet has them."""
+    import datasets
+
+    def holds_media(feature: Any) -> bool:
+        inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
+        is_one = isinstance(feature, (datasets.Audio, datasets.Image, datasets.Video))
+        return is_one or any(holds_media(each) for each in inner if each is not None)
+
+    if not holds_media(dict(split.features or {})):
+        return split
+    return (row for table in split.with_format("arrow").iter(1) for row in _rows_of(table))
 
 
 _NUM_PLACES = 65536
