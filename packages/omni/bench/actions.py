@@ -40,15 +40,16 @@ def random_policy(num_episodes=500):
     return reached / num_episodes
 
 
-def imitate(source, target, num_demonstrations=3000, num_steps=300):
-    """Imitate the first action of an expert, for a short time."""
+def imitate(source, target, num_demonstrations=3000, num_steps=900, noise=0.4):
+    """Imitate the first action of an expert whose hand shakes."""
     torch.manual_seed(0)
     policy, tokenizer = load_policy(source), create_tokenizer(str(source))
     prompts, pictures, actions = [], [], []
     for environment, observation in episodes(range(10**6, 10**6 + num_demonstrations)):
         prompts.append(tokenizer.prompt({"prompt": [{"role": "user", "content": observation}]})[0])
         pictures.append((picture_of(observation[0]["image"]) * 255).round().byte())
-        actions.append(torch.tensor(environment.expert(), dtype=torch.float32)[None])
+        shaken = torch.tensor(environment.expert(), dtype=torch.float32) + noise * torch.randn(2)
+        actions.append(shaken.clamp(-1, 1)[None])
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.01)
     for _ in range(num_steps):
         rows = torch.randint(len(prompts), (64,)).tolist()
