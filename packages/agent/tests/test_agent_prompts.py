@@ -3,12 +3,15 @@
 import asyncio
 import itertools
 import shutil
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 import pytest
+import torch
 
 from rl_agent import AgentRunner, Failure, create_loop
 from rl_agent.testing import FakeGenerator
+from rl_rollout.types import FinishReason
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add should add"}]
 SHOTS = [*ASK, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "and now?"}]
@@ -54,8 +57,8 @@ CASES = {
         {"seat": "first", "environment_args": {"deal": "KQ"}},
     ),
 }
-FOREIGN = {"harness", "verifiers"}
-"""Loops whose prompts are written by programs of others; see the tests of harnesses and hubs."""
+FOREIGN = {"harness", "verifiers", "actions"}
+"""Loops with tests of their own: prompts are written by programs of others, or answered with numbers."""
 OURS = {point.name for point in entry_points(group="rl_agent.loops") if point.value.startswith("rl_agent.")} - FOREIGN
 
 
@@ -100,6 +103,41 @@ def test_the_server_gets_the_prompt_that_was_measured(make_tokenizer, name, fami
     if kind in ("tool", "swe", "gui") and family == "qwen":
         assert '"parameters"' in said
     assert ("cheerful" in said) is (name == "template_kwargs")
+
+
+class Seen(Room):
+    """Shows a picture, and is played by numbers."""
+
+    def reset(self, *, seed):
+        image = {"type": "image", "image": "data:image/png;base64,AA=="}
+        return [image, {"type": "text", "text": f"reach door {seed}"}], {}
+
+
+class Actor(FakeGenerator):
+    """Answers with an action in place of tokens."""
+
+    async def generate(self, request):
+        output = await super().generate(request)
+        columns = {"action": torch.zeros(1, 2), "actions": torch.zeros(1, 1, 2)}
+        return replace(output, token_ids=(), finish_reason=FinishReason.STOP, columns=columns)
+
+
+def test_an_actor_gets_the_prompt_that_was_measured(make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    server, row = Actor(lambda _: [tokenizer.eos_token_id]), {"seed": 7}
+
+    async def main():
+        runner = AgentRunner(lambda _: create_loop("actions", server, tokenizer, environments={"seen": Seen}))
+        try:
+            return await runner.prompts([row]), [each async for each in runner.run([row], {})]
+        finally:
+            await runner.close()
+
+    ((measured, images),), (result,) = asyncio.run(main())
+    assert not isinstance(result.outputs, Failure), result.outputs
+    assert (measured, images) == (tuple(server.requests[0].prompt_token_ids), ())
+    assert "reach door 7" in tokenizer.decode(measured)
+    assert len(server.requests[0].images) == 1
 
 
 def test_an_environment_without_a_seed_may_open_anew(make_tokenizer):

@@ -98,8 +98,8 @@ ROWS = {
     ),
 }
 """Options and a row of each loop; the rows of those that take images have one."""
-FOREIGN = {"harness", "verifiers"}
-"""Loops whose prompts are written by programs of others; see the agent's tests of harnesses and hubs."""
+FOREIGN = {"harness", "verifiers", "actions"}
+"""Loops with tests of their own in the agent: prompts are written by programs of others, or answered with numbers."""
 LOOPS = sorted(
     entry.name
     for entry in entry_points(group="rl_agent.loops")
