@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,8 +186,9 @@ class _Engine:
             }
         recorder = LoadRecorder(self._model, weights, owner or "")
         with recorder, torch.no_grad():
-            config = getattr(self._model, "config", None)
-            drafter.load(self._model, weights.items(), getattr(config, "num_hidden_layers", 0))
+            config: Any = getattr(self._model, "config", None)
+            text = getattr(config, "text_config", config)  # of a model that takes images too
+            drafter.load(self._model, weights.items(), getattr(text, "num_hidden_layers", sys.maxsize))
         self._loaded = filled_by(recorder.bindings) | (set() if owner is None else self._committed)
         return Held(self._model, weights, recorder.bindings)
 

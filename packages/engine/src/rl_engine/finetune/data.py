@@ -436,7 +436,7 @@ def _checked(row: Any, shapes: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
     if isinstance(row, DataError):
         raise row
     if isinstance(row, dict) and any(all(name in row for name in shape) for shape in shapes):
-        has_ids = "prompt_token_ids" in row  # texts beside them are not read
+        has_ids = "prompt_token_ids" in row  # texts next to them are not read
         for name, (is_right, wanted) in _FIELDS.items():
             is_read = name in row and not (has_ids and is_right in (_is_chat, _is_text, _is_chat_or_text))
             if is_read and not is_right(row[name]):

@@ -95,7 +95,7 @@ def _linear_names(model: nn.Module) -> list[str]:
     """Last parts of the names of every linear layer but the head; of attention's alone in a mixture of joined experts.
 
     A last part that other modules have too (a convolution of a vision tower) is written with the whole name. peft's
-    "all-linear" would also take those experts, and so do the names of layers beside them.
+    "all-linear" would also take those experts, and so do the names of layers next to them.
     """
     from transformers import Conv1D
 

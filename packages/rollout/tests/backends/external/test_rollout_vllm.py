@@ -147,7 +147,7 @@ def test_settings_that_drafts_do_not_go_with(qwen3_folder, changes, message):
 
 
 def test_drafts_by_the_models_own_layer_are_arguments(qwen3_folder, new_trainer):
-    """Weights come whole; the plug-in is told of the model that drafts, or the fake knows no such path."""
+    """Weights come whole; the plug-in learns of the model that drafts, or the fake has no such path."""
     config = fake_vllm_config(qwen3_folder, num_mtp_tokens=2)
     for served in serve("vllm", config, new_trainer(60), max_model_len=4096):
         can, words = served.server.capabilities, served.server.process.command
