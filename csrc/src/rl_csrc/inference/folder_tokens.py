@@ -37,7 +37,10 @@ _SIZES = {
     "max_position_embeddings": 10**10,
 }
 """Sizes in config.json, with the highest value that is not a mistake."""
-_SECTIONS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "quantization_config")
+_SECTIONS = (
+    *("text_config", "vision_config", "audio_config"),
+    *("rope_parameters", "rope_scaling", "quantization_config"),
+)
 """Objects in config.json."""
 
 
@@ -177,13 +180,18 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
 def read_model_config(folder: str | Path) -> dict[str, Any]:
     """Read a model folder's `config.json`, and check the folder before a library that would fail inside takes it.
 
+    Of an omni model, its thinker's section: see `thinker_of`.
+
     Raises:
         ValueError: a size is not a number that a model can have, a tokenizer's file is not one, or weights are not a
             regular file (reading a pipe waits for ever); names file, key and value.
     """
     folder = Path(folder)
     file = folder / _CONFIG
-    config = _read(file)
+    whole = _read(file)
+    if not isinstance(whole.get("thinker_config") or {}, dict):
+        raise ValueError(f"{file} has thinker_config={whole['thinker_config']!r:.80}; it must be an object")
+    config = thinker_of(whole)
     text = config.get("text_config")
     for values in (config, cast("dict[str, Any]", text) if isinstance(text, dict) else {}):
         for key in _SECTIONS:
@@ -201,6 +209,19 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
         if not weights.is_file():
             raise ValueError(f"{weights} is not a regular file; download the folder again")
     return config
+
+
+OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Model types of omni models: a thinker, which reads every modality and writes text, and parts that speak."""
+THINKER = "thinker."
+"""Prefix of the thinker's tensors in an omni model's folder."""
+
+
+def thinker_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Section of an omni model's `config.json` that describes its thinker; all values of another model's."""
+    if config.get("model_type") not in OMNI or not config.get("thinker_config"):
+        return dict(config)
+    return {"model_type": f"{config['model_type']}_thinker", **config["thinker_config"]}
 
 
 def _check_values(values: Mapping[str, Any], file: Path) -> None:

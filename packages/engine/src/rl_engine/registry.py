@@ -168,6 +168,7 @@ def describe_model(folder: str | Path) -> ModelFacts:
         return ModelFacts(
             config={}, image_columns=(), why_blind="it is a pipeline", longrope_limit=None, is_pipeline=True
         )
+    from rl_csrc.inference.audio import AUDIO, takes_audio
     from rl_csrc.inference.decoder import longrope_limit  # imports torch
     from rl_csrc.inference.folder_tokens import read_model_config
     from rl_csrc.inference.images import image_columns, why_blind
@@ -176,14 +177,9 @@ def describe_model(folder: str | Path) -> ModelFacts:
         values = read_model_config(folder)
     except ValueError as error:
         raise ModelFolderError(str(error)) from error
-    if str(kind := values.get("model_type")).startswith(("qwen2_5_omni", "qwen3_omni")):
-        raise ModelFolderError(
-            f"The model in {folder} is of type {kind!r}: omni models, which hear and speak, are neither trained nor "
-            "served here. Choose a model of text, or of text and images."
-        )
     config = values | values.get("text_config", {})
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    columns = image_columns(values)
+    columns = image_columns(values) + (AUDIO if takes_audio(values) else ())
     return ModelFacts(
         config=config,
         image_columns=columns if any((Path(folder) / name).is_file() for name in _IMAGE_PROCESSORS) else (),

@@ -48,6 +48,8 @@ class PackedRows:
     """(C, K) int64, more tokens to be scored in the place of each completion token."""
     visual: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The `VISUAL` columns' entries of these rows, in their order; see `rl_engine.layers.multimodal`."""
+    sounds: tuple[int, ...] = ()
+    """B entries, sounds of each row, where the batch has some; of whole rows also where `shared`."""
     places: Tensor | None = None
     """(T, 3) int64, time, height and width of each token, where the batch has images; T of whole rows also where
     `shared`, and so `given_ids`."""

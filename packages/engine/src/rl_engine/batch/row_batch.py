@@ -15,6 +15,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from rl_csrc import digest
+from rl_csrc.inference.audio import AUDIO, LENGTHS
 from rl_engine.batch.micro_batches import Load
 from rl_engine.batch.packed import NO_COUNTS, PackedRows, share_prefixes, to_device
 from rl_engine.batch.prefix_tree import prefix_tree, unshared
@@ -40,11 +41,12 @@ VISUAL = (
     "pixel_values",
     "image_grid_thw",
     "image_sizes",
+    *AUDIO,
     "pixel_values_videos",
     "video_grid_thw",
     "second_per_grid_ts",
 )
-"""Columns of images and videos, under the names that Hugging Face processors give them."""
+"""Columns of images, sounds and videos, under the names that Hugging Face processors give them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +326,7 @@ class RowBatch:
             routed_experts=None if (routed := self._entries(ROUTED, index)) is None else routed.to(torch.int64),
             candidates=self.candidates()[completion_tokens] if CANDIDATES in self._columns else None,
             visual=visual,
+            sounds=tuple(self._ragged(LENGTHS).offsets.diff()[index].tolist()) if LENGTHS in visual else (),
             adapters=None if self.adapters is None else tuple(self.adapters[row] for row in rows),
             places=None if self._places is None else self._values(self._places, index),
             given_ids=fed_of(self._given()[completion_tokens]) if visual else None,
@@ -367,7 +370,7 @@ def _told_apart(
     seen: dict[object, int] = {}
     keys = list[Tensor]()
     for index, row in enumerate(rows):
-        has_video = any(len(entries[index]) for name, entries in pieces.items() if name in VISUAL[3:])
+        has_video = any(len(entries[index]) for name, entries in pieces.items() if name in VISUAL[3 + len(AUDIO) :])
         shown = index if has_video else tuple(digest(entries[index]) for entries in pieces.values())
         key = row + (seen.setdefault(shown, len(seen)) << 33)
         if masks is not None:

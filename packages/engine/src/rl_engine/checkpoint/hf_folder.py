@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_csrc.inference.folder_tokens import FolderTokens, read_folder_tokens, read_model_config
+from rl_csrc.inference.folder_tokens import OMNI, THINKER, FolderTokens, read_folder_tokens, read_model_config
 from rl_engine.errors import ModelFolderError, naming
 from rl_engine.types import EngineConfig, Head, ModelInit, Mtp, Precision
 
@@ -39,6 +39,8 @@ _TEMPLATES = "additional_chat_templates/*.jinja"
 
 _RANDOM = re.compile(r"^(?!summary|classifier).*(drop|jitter)")
 """Names of a config's rates of dropout and noise; those of heads that are not built here are left out."""
+PREFIX = "folder_prefix"
+"""Attribute of a config: what the folder's tensor names have before the model's; missing where they have nothing."""
 SCORE = "score.weight"
 """The scalar head, as transformers' sequence classifiers name it."""
 
@@ -112,7 +114,7 @@ def _check_names(folder: Path, head: Head, info: Mapping[str, Any]) -> bool:
     """Refuse tensors that are missing, left over or of another shape; returns whether the scalar head is new."""
     ahead = tuple({re.sub(r"(layers\.\d+\.|mtp\.).*", r"\1", name) for name in mtp_names(folder)})  # some are joined
     missing = set(info["missing_keys"])
-    unexpected = {name for name in info["unexpected_keys"] if not name.startswith(ahead)}
+    unexpected = {name for name in info["unexpected_keys"] if not name.startswith((*ahead, *SPEECH))}
     is_new = head != Head.LM and missing == {SCORE}
     if is_new:
         missing, unexpected = set[str](), {name for name in unexpected if not name.startswith("lm_head.")}
@@ -322,6 +324,8 @@ def sync_to_disk(path: Path) -> None:
 def read_config(folder: Path, *, has_dropout: bool = False) -> Any:
     """The folder's transformers config, without what it says of quantised weights (see `block_size`) and dropout.
 
+    Of an omni model, its thinker's, with the prefix of the thinker's tensors as `PREFIX`.
+
     Args:
         folder: A model folder.
         has_dropout: Leave the rates of `dropout_rates` as they are.
@@ -348,6 +352,9 @@ def read_config(folder: Path, *, has_dropout: bool = False) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_told(error)}") from error
+    if config.model_type in OMNI:  # the rest of it speaks
+        config = config.thinker_config
+        setattr(config, PREFIX, THINKER)
     if vars(config).pop("quantization_config", None) is not None:
         block_size(folder)
     for section, name, _ in [] if has_dropout else dropout_rates(config):
@@ -551,6 +558,21 @@ def mtp_names(folder: Path) -> list[str]:
         if any(".eh_proj." in name for name in names):
             found += names
     return found
+
+
+SPEECH = ("talker.", "token2wav.", "code2wav.")
+"""Prefixes of an omni model's tensors that are not its thinker's."""
+
+
+def speech_names(folder: Path) -> list[str]:
+    """Tensors of an omni model that speak: neither computed nor trained, and written as they were."""
+    if not hasattr(read_config(folder), PREFIX):
+        return []
+    names = list[str]()
+    for file in sorted(folder.glob("*.safetensors")):
+        with open_shard(file) as tensors:
+            names += [name for name in tensors.keys() if name.startswith(SPEECH)]  # noqa: SIM118
+    return names
 
 
 def mtp_copies(folder: Path) -> list[str]:

@@ -58,7 +58,8 @@ class SliceReader:
         missing = set(wanted) - set(self._file_of)
         self._zeros = {SCORE: wanted[SCORE]} if missing == {SCORE} else {}  # a causal LM gets a new scalar head
         ignored = {"lm_head.weight"} if is_tied or (head != Head.LM and self._zeros) else set[str]()
-        extra = set(self._file_of) - set(wanted) - ignored - scales - set(left_out)
+        ignored |= {*left_out, *hf_folder.speech_names(self._folder)}
+        extra = set(self._file_of) - set(wanted) - ignored - scales
         hf_folder.refuse_tensors(self._folder, "lacks", missing - set(self._zeros))
         hf_folder.refuse_tensors(
             self._folder, "has, beyond what the architecture takes,",
@@ -92,9 +93,9 @@ def open_folder(config: EngineConfig, wanted: Mapping[str, tuple[int, ...]], *, 
     return SliceReader(config.model_path, wanted, head=config.head, is_tied=is_tied, mtp=mtp)
 
 
-def read_mtp(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the layers for multi-token prediction, whole, float32 where the folder's are quantised."""
-    names, block = hf_folder.mtp_names(Path(folder)), hf_folder.block_size(folder)
+def read_whole(folder: str | Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a folder by name, whole, float32 where they are quantised."""
+    block = hf_folder.block_size(folder)
     with ExitStack() as stack:
         files = _open_files(Path(folder), stack)
         for name in names:

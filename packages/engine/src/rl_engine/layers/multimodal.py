@@ -42,14 +42,6 @@ if TYPE_CHECKING:
     from rl_engine.batch.row_batch import RowBatch
 
 
-def multimodal_inputs(model: PreTrainedModel) -> MultimodalInputs | ImageInputs | None:
-    """Inputs of a model that takes images; None of another."""
-    columns = image_columns(model.config.to_dict())
-    if GRIDS in columns:
-        return MultimodalInputs(model) if hasattr(model.base_model, "get_rope_index") else None
-    return ImageInputs(model, columns) if columns else None
-
-
 def vision_tower(model: PreTrainedModel) -> str:
     """Name of the module that makes features of images.
 
@@ -79,7 +71,7 @@ MODALITIES = (
     Modality(name="image", pixels=PIXELS, grids=GRIDS, code=1),
     Modality(name="video", pixels="pixel_values_videos", grids="video_grid_thw", code=2),
 )
-_SECONDS = "second_per_grid_ts"
+SECONDS = "second_per_grid_ts"
 
 
 def modalities_in(rows: PackedRows) -> list[Modality]:
@@ -94,7 +86,7 @@ class MultimodalInputs:
         self._trunk: Any = model.base_model
         self._token_ids = {kind.code: int(getattr(model.config, f"{kind.name}_token_id")) for kind in MODALITIES}
         self._vision: Any = model.config.vision_config
-        self._takes_seconds = _SECONDS in inspect.signature(self._trunk.get_rope_index).parameters
+        self._takes_seconds = SECONDS in inspect.signature(self._trunk.get_rope_index).parameters
         self._given = GivenPlaceholders(self._trunk)
         self.num_passes = 1
         """Runs of the vision tower per micro-batch, the same on every rank: all gather its parameters together."""
@@ -115,15 +107,15 @@ class MultimodalInputs:
         """
         for kind in MODALITIES:
             self._check(batch, kind)
-        if not batch.has(_SECONDS):
+        if not batch.has(SECONDS):
             return
         if not self._takes_seconds:
             raise BatchError(
-                f"The batch has {_SECONDS} and {type(self._trunk).__name__} reads time from its text. Drop the column."
+                f"The batch has {SECONDS} and {type(self._trunk).__name__} reads time from its text. Drop the column."
             )
-        seconds = batch.ragged(_SECONDS)[1]
+        seconds = batch.ragged(SECONDS)[1]
         if not batch.has(MODALITIES[1].grids) or not torch.equal(batch.ragged(MODALITIES[1].grids)[1], seconds):
-            raise BatchError(f"{_SECONDS} needs one number for each video of {MODALITIES[1].grids}.")
+            raise BatchError(f"{SECONDS} needs one number for each video of {MODALITIES[1].grids}.")
 
     def _check(self, batch: RowBatch, kind: Modality) -> None:
         marks = batch.count_given(self._token_ids[kind.code])
@@ -155,11 +147,9 @@ class MultimodalInputs:
 
     def place(self, batch: RowBatch) -> None:
         """Give every token of the batch its position."""
-        present = [kind for kind in MODALITIES if batch.has(kind.grids)]
-        if not present or not batch.num_rows:
+        if not any(batch.has(kind.grids) for kind in MODALITIES) or not batch.num_rows:
             return
-        names = [kind.grids for kind in present] + ([_SECONDS] if batch.has(_SECONDS) else [])
-        columns = {name: batch.ragged(name) for name in names}
+        columns = {name: batch.ragged(name) for name in self._size_columns(batch)}
         by_row = {name: values.cpu().split(counts.tolist()) for name, (values, counts) in columns.items()}
         packed = batch.lay_out(range(batch.num_rows))
         assert packed.given_ids is not None
@@ -172,6 +162,10 @@ class MultimodalInputs:
                 ]
             )
         )
+
+    def _size_columns(self, batch: RowBatch) -> list[str]:
+        """Columns of the batch that positions depend on."""
+        return [name for name in (*(kind.grids for kind in MODALITIES), SECONDS) if batch.has(name)]
 
     def _positions(self, given_ids: Tensor, sizes: dict[str, Tensor]) -> Tensor:
         """(tokens, 3) of one row."""
@@ -202,15 +196,17 @@ class MultimodalInputs:
     def _fed(self, kind: Modality, pixels: Tensor, grids: Tensor, given: Tensor, fed: Tensor) -> dict[str, Tensor]:
         """Patches and grids of the images whose tokens are fed, in the order of these."""
         counts = grids.prod(-1)
-        image = torch.full_like(given, -1)
-        of_place = torch.arange(len(grids), device=given.device)
-        image[given == self._token_ids[kind.code]] = of_place.repeat_interleave(
-            counts // self._vision.spatial_merge_size**2
-        )
-        kept = image[fed]
-        kept = kept[kept >= 0].unique_consecutive()
+        kept = self._kept(self._token_ids[kind.code], counts // self._vision.spatial_merge_size**2, given, fed)
         pieces = pixels.split(counts.tolist())
         return {kind.pixels: torch.cat([pieces[index] for index in kept.tolist()]), kind.grids: grids[kept]}
+
+    @staticmethod
+    def _kept(token_id: int, num_tokens: Tensor, given: Tensor, fed: Tensor) -> Tensor:
+        """Indices of the media, each of so many placeholders among `given`, whose tokens are fed."""
+        medium = torch.full_like(given, -1)
+        medium[given == token_id] = torch.arange(len(num_tokens), device=given.device).repeat_interleave(num_tokens)
+        kept = medium[fed]
+        return kept[kept >= 0].unique_consecutive()
 
     def blank(self, device: torch.device) -> Tensor:
         """Zero, made by the vision tower from a blank image.

@@ -10,13 +10,13 @@ from torch import nn
 from rl_engine.checkpoint import hf_folder
 from rl_engine.checkpoint.hf_folder import DTYPES
 from rl_engine.checkpoint.sharded import local_shards, whole
-from rl_engine.checkpoint.slices import read_mtp
+from rl_engine.checkpoint.slices import read_whole
 from rl_engine.layers.peft_lora import write_adapter
 from rl_engine.optimizer import optimizer_tensors
 from rl_engine.types import Mtp, ShardSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -60,8 +60,12 @@ class WeightExport:
         if config.trains_mtp:
             yield from self._whole(self._built.scorer.named_layers(ahead=True))
         elif config.mtp != Mtp.REFUSE and self._built.world.rank == 0:
-            for name, tensor in read_mtp(config.model_path):
-                yield name, self.cast(tensor)
+            yield from self._as_they_were(hf_folder.mtp_names(Path(config.model_path)))
+
+    def _as_they_were(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the folder that are not trained."""
+        for name, tensor in read_whole(self._built.config.model_path, names):
+            yield name, self.cast(tensor)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Tensor in `precision`."""
@@ -74,6 +78,8 @@ class WeightExport:
             weights = {name: tensor.cpu() for name, tensor in self._tensors() if world.rank == 0}
             if not config.exports_adapter:
                 weights |= {name: tensor.cpu() for name, tensor in self.mtp_tensors() if world.rank == 0}
+            if not config.exports_adapter and world.rank == 0:
+                weights |= self._as_they_were(hf_folder.speech_names(Path(config.model_path)))
         for name in hf_folder.mtp_copies(Path(config.model_path)) if config.trains_mtp and world.rank == 0 else ():
             embedding, head = weights["model.embed_tokens.weight"], weights.get("lm_head.weight")
             weights[name] = (embedding if head is None or ".embed_tokens." in name else head).clone()

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from rl_csrc.inference.images import PACKED_LAYERS
 from rl_engine.batch.micro_batches import cost_model
 from rl_engine.batch.packed import take_rows
+from rl_engine.checkpoint.hf_folder import PREFIX
 from rl_engine.errors import ConfigError, ModelFolderError
 from rl_engine.layers import packed_attention as attention
 from rl_engine.layers.logprobs import LinearHead, score_logits, score_states, score_values
 from rl_engine.layers.moe import Routers, routing_of
-from rl_engine.layers.multimodal import multimodal_inputs
+from rl_engine.layers.omni import multimodal_inputs
 from rl_engine.layers.packed_delta import LINEAR_LAYER, delta_nets, pack_delta_nets
 from rl_engine.model.scorer import Scorer
 
@@ -75,7 +76,8 @@ class HuggingFaceScorer(Scorer):
     def layers(self) -> list[nn.Module]:
         """See `Scorer`: the modules that transformers would not split, also once FSDP has made subclasses of them."""
         names = set(self.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-        return [module for module in self.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
+        found = [module for module in self.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
+        return [module for module in found if not {*module.modules()} & {*found} - {module}]  # a tower has layers
 
     def cost(self) -> CostModel:
         """See `Scorer`."""
@@ -92,7 +94,9 @@ class HuggingFaceScorer(Scorer):
 
     def to_folder(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `Scorer`: transformers joins tensors of the folder, such as the experts of a layer."""
-        return transformers.core_model_loading.revert_weight_conversion(self.model, named)
+        found = transformers.core_model_loading.revert_weight_conversion(self.model, named)
+        prefix = getattr(self.model.config, PREFIX, "")
+        return {name if name.startswith(prefix) else f"{prefix}{name}": tensor for name, tensor in found.items()}
 
     def route(self, rows: PackedRows, load: ExpertLoad | None, *, is_counting: bool = False) -> Routing | None:
         """See `Scorer`."""
