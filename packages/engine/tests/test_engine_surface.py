@@ -72,14 +72,6 @@ def test_a_model_folder_is_described(tmp_path):
         describe_model(tmp_path)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"])
-def test_omni_models_are_refused_by_name(tmp_path, kind):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "thinker_config": {}}))
-    with pytest.raises(ModelFolderError, match=f"is of type '{kind}': omni models"):
-        describe_model(tmp_path)
-
-
 def test_a_pipeline_has_an_index_and_no_config(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
     facts = describe_model(tmp_path)

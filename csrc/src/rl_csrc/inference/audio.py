@@ -6,10 +6,18 @@ tokens that open and close it; its log-mel spectrogram has a frame every 10 ms.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
+import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -39,3 +47,92 @@ def num_audio_tokens(config: Any, frames: N) -> N:
     for _ in range(3):
         rest = (rest + 1) // 2
     return rest + frames // chunk * 13  # what three such convolutions make of 100 frames, which is every chunk's size
+
+
+RATE = 16_000
+"""Samples per second that audio towers take."""
+
+
+def is_audio(url: str) -> bool:
+    """Whether a data URL is of a sound."""
+    return url.startswith("data:audio/")
+
+
+def decode_audio(url: str, most_s: float) -> np.ndarray:
+    """Decode a sound to `[samples]` float32, mono, `RATE` samples a second. Frames are decoded one by one.
+
+    Args:
+        url: A data URL (RFC 2397) in base64, of a file in any format that FFmpeg reads.
+        most_s: Longest sound that is taken, seconds.
+
+    Raises:
+        ValueError: it cannot be decoded, is empty, or longer; says which. PyAV is not installed (pip line).
+    """
+    try:
+        import av
+        from av.error import FFmpegError
+    except ImportError as error:
+        raise ValueError("decoding a sound needs PyAV: pip install av") from error
+    most, length, parts = int(most_s * RATE), 0, list[np.ndarray]()
+    try:
+        encoded = base64.b64decode(url.partition(",")[2], validate=True)
+        with av.open(io.BytesIO(encoded), "r") as container:
+            mono = av.AudioResampler(format="flt", layout="mono", rate=RATE)
+            frames = itertools.chain(container.decode(audio=0), [None])  # None empties the resampler
+            for part in (made.to_ndarray()[0] for frame in frames for made in mono.resample(frame)):
+                parts.append(part)
+                length += len(part)
+                if length > most:
+                    raise ValueError(f"it is longer than {most_s:g} s; cut it")
+    except (FFmpegError, IndexError, binascii.Error) as error:  # the second where there are only other streams
+        raise ValueError(f"it cannot be decoded: {error}") from error
+    if not length:
+        raise ValueError("it has no samples")
+    return np.concatenate(parts)
+
+
+class AudioProcessor:
+    """Feature extractor of an omni model's folder, with tokens and columns of a sound. Calls may come from any thread.
+
+    Raises:
+        ImportError, OSError, ValueError: transformers cannot load it.
+    """
+
+    columns = AUDIO
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoConfig, AutoFeatureExtractor
+
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self._config = getattr(config, "thinker_config", config)
+        self.token_id = int(self._config.audio_token_id)
+        """Id of the placeholder."""
+        self._extract: Any = AutoFeatureExtractor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        self.most_s = self._extract.n_samples / RATE
+        """Longest sound that is taken, seconds: transformers cuts a longer one."""
+
+    def read(self, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """Tokens of a sound, and the values of its columns; frames as the family's processor computes them.
+
+        Raises:
+            ValueError: see `decode_audio`; it is too short for a token.
+        """
+        samples = decode_audio(url, self.most_s)
+        found = self._extract(
+            samples,
+            sampling_rate=RATE,
+            padding="max_length" if self._config.model_type == _THINKERS[0] else True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        frames = found["input_features"][0].T[found["attention_mask"][0].bool()]
+        if (count := num_audio_tokens(self._config, len(frames))) < 1:
+            raise ValueError(f"its {len(samples)} samples of {1000 / RATE:g} ms make no token; give a longer one")
+        return (self.token_id,) * count, {FRAMES: frames, LENGTHS: torch.tensor([len(frames)])}
+
+    def empty(self) -> dict[str, Tensor]:
+        """Columns of a row without a sound."""
+        return {FRAMES: torch.empty(0, self._extract.feature_size), LENGTHS: torch.empty(0, dtype=torch.int64)}

@@ -87,6 +87,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
 def read_model_config(model_path: str) -> dict[str, Any]:
     """Read `config.json` of a generative model folder; of a multimodal model, with the language model's fields on top.
 
+    Of an omni model, its thinker's section.
+
     Raises:
         ModelFolderError: it cannot be read, or the model is a sequence classifier.
     """
@@ -101,6 +103,9 @@ def read_model_config(model_path: str) -> dict[str, Any]:
             raise ModelFolderError(
                 f"{model_path!r} holds a {name}, which scores and generates nothing; serve it by rl-serve --task score"
             )
+    from rl_csrc.inference.folder_tokens import thinker_of  # imports torch, which a client does not need
+
+    found = thinker_of(found)
     return {**found, **found.get("text_config", {}), "model_type": found.get("model_type")}
 
 

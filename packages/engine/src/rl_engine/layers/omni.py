@@ -58,7 +58,12 @@ class OmniInputs(MultimodalInputs):
         self._features: Tensor | None = None
         """`[tokens, H]` of the current micro-batch's sounds."""
         self._padding = _RowPadding(self._trunk.audio_tower)
-        self._trunk.get_audio_features = lambda *_, **__: SimpleNamespace(last_hidden_state=self._features)
+        self._trunk.get_audio_features = self._heard
+
+    def _heard(self, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the model's call of the audio tower."""
+        del args, kwargs
+        return SimpleNamespace(last_hidden_state=self._features)
 
     def passes_in(self, rows: PackedRows) -> int:
         """See `MultimodalInputs`: blanks are among the arguments."""

@@ -17,7 +17,7 @@ A backend passes the suite like this:
 
 from rl_rollout.testing.conformance import Served, ServerConformance
 from rl_rollout.testing.fake import FakeReceiver, FakeServer
-from rl_rollout.testing.tiny_models import load_weights, write_tiny_model, write_tiny_vl_model
+from rl_rollout.testing.tiny_models import load_weights, write_tiny_model, write_tiny_omni_model, write_tiny_vl_model
 
 __all__ = [
     "FakeReceiver",
@@ -26,5 +26,6 @@ __all__ = [
     "ServerConformance",
     "load_weights",
     "write_tiny_model",
+    "write_tiny_omni_model",
     "write_tiny_vl_model",
 ]

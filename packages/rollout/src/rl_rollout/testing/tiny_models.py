@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -95,6 +96,80 @@ def write_tiny_vl_model(
         **ids,
     )
     return _write_model(folder, AutoModelForImageTextToText, config, seed)
+
+
+SOUNDS = ("<audio>", "<sound>", "</audio>")
+"""Tokens of sounds, after `VISION`."""
+
+
+def write_tiny_omni_model(
+    folder: Path, *, family: str = "qwen2_5_omni", seed: int = 0, is_whole: bool = False, **overrides: Any
+) -> Path:
+    """Write a random omni thinker with its processors, and with `<audio><sound></audio>` in chats.
+
+    Args:
+        folder: Written to; made if it is not there.
+        family: `qwen2_5_omni`, or `qwen3_omni_moe`, of four experts.
+        seed: Seed of the weights.
+        is_whole: Write it as the thinker of a whole omni model, next to a tensor of the part that speaks.
+        **overrides: Fields of the language model's config.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForImageTextToText, WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    is_mixture = family == "qwen3_omni_moe"
+    names = (*VISION_NAMES, "audio_bos_token", "audio_token", "audio_eos_token")
+    sound = "{% elif part['type'] == 'audio' %}" + "".join(SOUNDS)
+    template = VISION_TEMPLATE.replace("{% else %}{{ part", f"{sound}{{% else %}}{{{{ part")
+    vocab_size = _write_tokenizer(folder, (*VISION, *SOUNDS), template, names)
+    ids = dict(zip(("vision_start", "image", "video", "vision_end", "audio_start", "audio", "audio_end"),
+                   range(vocab_size - 7, vocab_size), strict=True))  # fmt: skip
+    keys = {name: f"{name}_token_{'id' if is_mixture or '_' in name else 'index'}" for name in ids}
+    ears = WhisperFeatureExtractor(feature_size=16, chunk_length=4, return_attention_mask=True)
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    eyes = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    both = ears.to_dict() | eyes.to_dict()
+    (folder / "preprocessor_config.json").write_text(json.dumps({k: v for k, v in both.items() if k != "mel_filters"}))
+    text = _sizes(vocab_size) | overrides
+    vision = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4}
+    tower = {
+        "d_model": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "num_mel_bins": 16,
+    }
+    for part in (vision, tower):
+        part |= {"initializer_range": 0.2}
+    vision |= {"out_hidden_size": text["hidden_size"]}
+    tower |= {"output_dim": text["hidden_size"], "max_source_positions": 64, "n_window": 50}
+    half = text["head_dim"] // 2
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+    if is_mixture:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        tower |= {"n_window_infer": 100, "downsample_hidden_size": 4}
+        rope |= {"mrope_section": [half // 2, half // 4, half // 4], "mrope_interleaved": True}
+    else:
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        rope |= {"mrope_section": [half // 4, half // 4, half // 2]}
+    config = AutoConfig.for_model(
+        f"{family}_thinker",
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision,
+        audio_config=tower,
+        tie_word_embeddings=False,
+        **{keys[name]: token_id for name, token_id in ids.items()},
+    )
+    _write_model(folder, AutoModelForImageTextToText, config, seed)
+    if is_whole:
+        weights = {f"thinker.{name}": tensor for name, tensor in load_weights(folder).items()}
+        save_file(weights | {"talker.scale": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
+        whole = {"model_type": family, "thinker_config": json.loads((folder / "config.json").read_text())}
+        (folder / "config.json").write_text(json.dumps(whole))
+    return folder
 
 
 _TILED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rl_csrc.inference.folder_tokens import OMNI
 from rl_csrc.native import has_cuda
 from rl_rollout.backends.embedded.image_prompt import ImagePrompt, ImageReader, load_image_reader
 from rl_rollout.backends.embedded.model.cpu_decoder import FusedDecoder, agrees, fuse, is_known
@@ -86,6 +88,8 @@ class ServedModel:
     """Image preprocessor of a vision-language model; None of a text model."""
     fused: FusedDecoder | None
     """CPU decoder that computes in place of the module; None on a GPU, and for architectures that it does not know."""
+    keeps_logits: bool = True
+    """Whether the module computes the logits of chosen tokens alone; thinkers of omni models compute all."""
     on_cuda: CudaDecoder | None = None
     """CUDA decoder that computes in place of the module; None on a CPU, and for architectures that it does not know."""
     memory: WeightMemory | None = None
@@ -126,14 +130,18 @@ class ServedModel:
     def _run(
         self, input_ids: Tensor, position_ids: Tensor, batch: Batch, logits_to_keep: int | Tensor, **images: Tensor
     ) -> Tensor:
-        return self.module(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            rl_batch=batch,
+        arguments = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "use_cache": False,
+            "rl_batch": batch,
             **images,
-        ).logits
+        }
+        if not self.keeps_logits:
+            hidden = self.module.base_model(**arguments).last_hidden_state
+            which = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            return self.module.get_output_embeddings()(hidden[:, which])
+        return self.module(logits_to_keep=logits_to_keep, **arguments).logits
 
 
 def choose_device(name: str) -> torch.device:
@@ -232,6 +240,7 @@ def load_model(config: ServerConfig) -> ServedModel:
         adapters=AdapterStore(_adaptable(linears), adapters, max_adapters),
         image_reader=load_image_reader(module, config.model_path),
         fused=fused,
+        keeps_logits="logits_to_keep" in inspect.signature(module.forward).parameters,
         on_cuda=on_cuda,
         memory=memory,
     )
@@ -255,12 +264,12 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()  # it would stand among the lines of a run
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = config.thinker_config if config.model_type in OMNI else config
         sees = hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         load: Any = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
         with _LOADING:
-            module, info = load(
-                path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
-            )
+            module, info = load(path, config=config, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelFolderError(f"model folder {path!r} cannot be loaded: {error}") from error
     finally:
@@ -274,8 +283,8 @@ def _load_module(path: str, dtype: torch.dtype) -> Any:
 
 
 def _adaptable(linears: dict[str, ServedLinear]) -> dict[str, ServedLinear]:
-    """Layers that adapters may change: those that see the packed tokens, not those of a vision tower or delta net."""
-    others = {"visual", "vision_tower", "multi_modal_projector", NAME}
+    """Layers that adapters may change: those that see the packed tokens, not those of a tower or delta net."""
+    others = {"visual", "vision_tower", "audio_tower", "multi_modal_projector", NAME}
     return {name: layer for name, layer in linears.items() if others.isdisjoint(name.split("."))}
 
 
