@@ -29,20 +29,6 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
 
-class Backend(Transport):
-    """Buckets in a memory-mapped file that only this user can open."""
-
-    options: ClassVar[Mapping[str, str]] = {"folder": "where the file is made, an absolute path; the default is /tmp"}
-
-    def sender(self, config: SessionConfig) -> MappedFileSend:
-        """The sending end."""
-        return MappedFileSend(config)
-
-    def receiver(self, config: SessionConfig) -> MappedFileReceive:
-        """A receiving end."""
-        return MappedFileReceive(config)
-
-
 class MappedFileSend(UnixSend):
     """Sending end: makes the file, and tells receivers where it is."""
 
@@ -94,3 +80,10 @@ class MappedFileReceive(UnixReceive):
 def _slots(path: Path, num_slots: int, bucket_bytes: int) -> list[Tensor]:
     whole = torch.from_file(str(path), shared=True, size=num_slots * bucket_bytes, dtype=torch.uint8)
     return list(whole.split(bucket_bytes))
+
+
+class Backend(Transport):
+    """Buckets in a memory-mapped file that only this user can open."""
+
+    options: ClassVar[Mapping[str, str]] = {"folder": "where the file is made, an absolute path; the default is /tmp"}
+    ends = (MappedFileSend, MappedFileReceive)

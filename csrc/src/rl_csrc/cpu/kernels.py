@@ -209,11 +209,7 @@ def masked_moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tens
 
 
 def whiten(
-    x: Tensor,
-    mask: Tensor | None,
-    shift_mean: bool,
-    eps: float,
-    moments: tuple[Tensor, Tensor, Tensor] | None,
+    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, moments: tuple[Tensor, Tensor, Tensor] | None
 ) -> Tensor:
     """Whitened values, of the shape of x."""
     num, mean, m2 = (float(m) for m in (masked_moments(x, mask) if moments is None else moments))

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_csrc.cuda.kernels import (
-    logits_arguments,
-    logprob_stats,
-    logprobs_backward,
-    logprobs_forward,
-    stats_merge,
-)
+from rl_csrc.cuda.kernels import logits_arguments, logprob_stats, logprobs_backward, logprobs_forward, stats_merge
 from rl_csrc.cuda.launch import native, new_floats, on_its_device, stream_of
 from rl_csrc.native import rows_of
 

@@ -120,12 +120,7 @@ def masked_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
 
 
 def whiten(
-    x: Tensor,
-    mask: Tensor | None = None,
-    *,
-    shift_mean: bool = True,
-    eps: float = 1e-8,
-    moments: Moments | None = None,
+    x: Tensor, mask: Tensor | None = None, *, shift_mean: bool = True, eps: float = 1e-8, moments: Moments | None = None
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) over the masked entries, float32 of x's shape; 0 elsewhere.
 
@@ -186,8 +181,5 @@ _GROUP_NORM = Operator(
     like_first,
 )
 _WHITEN = Operator(
-    "whiten",
-    "(Tensor x, Tensor? mask, bool shift_mean, float eps, Tensor[] moments) -> Tensor",
-    _whiten,
-    like_first,
+    "whiten", "(Tensor x, Tensor? mask, bool shift_mean, float eps, Tensor[] moments) -> Tensor", _whiten, like_first
 )

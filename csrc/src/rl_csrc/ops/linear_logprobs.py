@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_csrc.errors import ArgumentError
-from rl_csrc.ops.operator import (
-    Operator,
-    emptied,
-    filled,
-    float_type,
-    integers,
-    kernel,
-    per_token,
-)
+from rl_csrc.ops.operator import Operator, emptied, filled, float_type, integers, kernel, per_token
 from rl_csrc.types import LinearLoss, LogProbs
 
 if TYPE_CHECKING:

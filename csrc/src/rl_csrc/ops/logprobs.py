@@ -274,10 +274,7 @@ _LOGPROBS = Operator(
     num_outputs=3,
 )
 _STATS = Operator(
-    "logprob_stats",
-    f"(Tensor logits, Tensor labels, {_SCORING}, int vocab_start) -> Tensor",
-    _stats,
-    _stats_fake,
+    "logprob_stats", f"(Tensor logits, Tensor labels, {_SCORING}, int vocab_start) -> Tensor", _stats, _stats_fake
 )
 _MERGE = Operator("stats_merge", "(Tensor stats) -> (Tensor, Tensor, Tensor, Tensor)", _merge, _merge_fake)
 _PARALLEL = Operator(

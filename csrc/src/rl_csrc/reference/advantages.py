@@ -130,11 +130,7 @@ def masked_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
 
 
 def whiten(
-    x: Tensor,
-    mask: Tensor | None = None,
-    shift_mean: bool = True,
-    eps: float = 1e-8,
-    moments: Moments | None = None,
+    x: Tensor, mask: Tensor | None = None, shift_mean: bool = True, eps: float = 1e-8, moments: Moments | None = None
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the masked entries; 0 elsewhere. See `rl_csrc.whiten`."""
     out_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

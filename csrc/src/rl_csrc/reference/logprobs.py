@@ -27,11 +27,7 @@ def _temperature_column(temperature: float | Tensor, z: Tensor) -> float | Tenso
 
 
 def _scaled_logits(
-    logits: Tensor,
-    valid: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None,
-    row_index: Tensor | None,
+    logits: Tensor, valid: Tensor, temperature: float | Tensor, softcap: float | None, row_index: Tensor | None
 ) -> Tensor:
     """Scaled logits `[T, V]`, softcap(logits) / temperature; rows of ignored labels are 0, even if they hold NaN."""
     rows = logits if row_index is None else logits.index_select(0, row_index)

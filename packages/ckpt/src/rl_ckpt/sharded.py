@@ -97,13 +97,7 @@ class ShardPlan:
 class ShardedSender(ShardSender):
     """Sender of one rank of the trainer, with a session to each rank of the server that it has slices for.
 
-    Args:
-        plan: The same on every rank.
-        rank: Of the trainer.
-        url: Of a session, for each rank of the server, with its options: `shm://job-0-1?delta=1`. The address that
-            peers dial may differ; `prepare` tells it.
-        timeout_s: Longest wait for a peer, seconds.
-        token: Of the sessions, where their backend wants one.
+    `plan` is the same on every rank; the other arguments are those of `rl_ckpt.registry.create_sender`.
     """
 
     def __init__(

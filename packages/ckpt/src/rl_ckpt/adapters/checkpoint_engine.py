@@ -30,7 +30,6 @@ from rl_csrc.buffers.bucket import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
     from typing import Self
 
     from torch import Tensor
@@ -111,9 +110,7 @@ class WorkerSender:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _bind(self) -> None:

@@ -59,13 +59,7 @@ class Installer:
             loaded again, if names came that it does not have; all that there is to do while there is none before.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        load: Load,
-        restore: Callable[[], None],
-    ) -> None:
+    def __init__(self, model: nn.Module, *, load: Load, restore: Callable[[], None]) -> None:
         self._receiver: rl_ckpt.WeightReceiver | ShardedReceiver | None = None
         self._parts: dict[str, ShardSpec] = {}
         """What this rank takes of each tensor, where slices come."""

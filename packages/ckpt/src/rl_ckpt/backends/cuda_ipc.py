@@ -41,18 +41,6 @@ def driver_of(device_id: str | None = None) -> Driver:
     return CudaDriver(device_id)
 
 
-class Backend(Transport):
-    """CUDA IPC on one GPU. It has no options."""
-
-    def sender(self, config: SessionConfig) -> CudaSend:
-        """The sending end; raises `AddressError` for a bad name, `BackendError` elsewhere than Linux."""
-        return CudaSend(config)
-
-    def receiver(self, config: SessionConfig) -> CudaReceive:
-        """A receiving end; raises as `sender` does."""
-        return CudaReceive(config)
-
-
 class CudaSend(UnixSend):
     """Sending end, which owns the ring."""
 
@@ -145,3 +133,9 @@ class CudaReceive(UnixReceive):
                 with suppress(BackendError):  # the process that owned it is gone
                     self._driver.close(memory)
             self._driver = None
+
+
+class Backend(Transport):
+    """CUDA IPC on one GPU. It has no options."""
+
+    ends = (CudaSend, CudaReceive)

@@ -34,18 +34,6 @@ _rendezvous: dict[str, Rendezvous] = {}
 _factories: dict[str, ChannelFactory] = {}
 
 
-class Backend(Transport):
-    """Memory of this process. It has no options."""
-
-    def sender(self, config: SessionConfig) -> InprocSend:
-        """The sending end; raises `AddressError` for a name that is not allowed."""
-        return InprocSend(config)
-
-    def receiver(self, config: SessionConfig) -> InprocReceive:
-        """A receiving end; raises as `sender` does."""
-        return InprocReceive(config)
-
-
 def set_channel_factory(name: str, factory: ChannelFactory | None) -> None:
     """Make channels of sessions of this name by `factory`, from now on; None: ordinary ones. For fault injectors."""
     with _lock:
@@ -158,3 +146,9 @@ class InprocReceive(ReceiveTransport):
         if [slot.numel() for slot in self._slots] != [session.bucket_bytes] * session.num_slots:
             raise ProtocolError(f"{channel.peer} announced {session}, which is not the ring of its session")
         return self._slots
+
+
+class Backend(Transport):
+    """Memory of this process. It has no options."""
+
+    ends = (InprocSend, InprocReceive)

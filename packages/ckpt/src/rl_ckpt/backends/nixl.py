@@ -39,18 +39,6 @@ _DEVICES = "UCX_NET_DEVICES"
 """UCX's variable: network interfaces that it listens on and connects by. One of the user's is left as it is."""
 
 
-class Backend(Transport):
-    """RDMA reads through NIXL. It has no options."""
-
-    def sender(self, config: SessionConfig) -> NixlSend:
-        """The sending end; raises `AddressError` without a token, or without host and port."""
-        return NixlSend(config)
-
-    def receiver(self, config: SessionConfig) -> NixlReceive:
-        """A receiving end; raises as `sender` does."""
-        return NixlReceive(config)
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -209,3 +197,9 @@ class NixlReceive(TcpReceive):
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+
+class Backend(Transport):
+    """RDMA reads through NIXL. It has no options."""
+
+    ends = (NixlSend, NixlReceive)

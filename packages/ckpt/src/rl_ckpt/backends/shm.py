@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import ProtocolError
 from rl_ckpt.transports.base import Transport
-from rl_ckpt.transports.unix import UnixReceive, UnixSend
+from rl_ckpt.transports.unix import MemfdSend, UnixReceive
 from rl_csrc.errors import ArgumentError
 from rl_csrc.ipc import SharedMemory, discard_writes
 
@@ -25,39 +25,12 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
 
-class Backend(Transport):
-    """Shared memory. It has no options."""
-
-    def sender(self, config: SessionConfig) -> ShmSend:
-        """The sending end; raises `AddressError` for a bad name, `BackendError` elsewhere than Linux."""
-        return ShmSend(config)
-
-    def receiver(self, config: SessionConfig) -> ShmReceive:
-        """A receiving end; raises as `sender` does."""
-        return ShmReceive(config)
-
-
-class ShmSend(UnixSend):
-    """Sending end, which owns the memory."""
-
-    num_slots = 32
-    _memory: SharedMemory | None = None
-
-    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
-        """The ring; a slot takes memory when it is first used."""
-        self._memory = SharedMemory.create(num_slots * bucket_bytes, name=f"rl-ckpt-{self._config.name}")
-        return list(self._memory.map().split(bucket_bytes))
+class ShmSend(MemfdSend):
+    """Sending end, which shares the memory by its descriptor."""
 
     def descriptors(self) -> Sequence[int]:
         """The memory's."""
         return [] if self._memory is None else [self._memory.fd]
-
-    def close(self) -> None:
-        """Free the name; the memory goes when the last mapping of any process goes."""
-        super().close()
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
 
 
 class ShmReceive(UnixReceive):
@@ -90,3 +63,9 @@ class ShmReceive(UnixReceive):
             return False
         discard_writes(self._slots[slot])
         return True
+
+
+class Backend(Transport):
+    """Shared memory. It has no options."""
+
+    ends = (ShmSend, ShmReceive)

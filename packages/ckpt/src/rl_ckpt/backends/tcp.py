@@ -14,22 +14,6 @@ from rl_ckpt.transports.tcp import TcpReceive, TcpSend
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_ckpt.types import SessionConfig
-
-
-class Backend(Transport):
-    """TCP streams."""
-
-    options: ClassVar[Mapping[str, str]] = {"streams": "connections for payload, 1 (default) to 64"}
-
-    def sender(self, config: SessionConfig) -> TcpStreamSend:
-        """The sending end; raises `AddressError` without a token, or without host and port."""
-        return TcpStreamSend(config)
-
-    def receiver(self, config: SessionConfig) -> TcpStreamReceive:
-        """A receiving end; raises as `sender` does."""
-        return TcpStreamReceive(config)
-
 
 class TcpStreamSend(StreamSend, TcpSend):
     """Sending end."""
@@ -37,3 +21,10 @@ class TcpStreamSend(StreamSend, TcpSend):
 
 class TcpStreamReceive(StreamReceive, TcpReceive):
     """Receiving end."""
+
+
+class Backend(Transport):
+    """TCP streams."""
+
+    options: ClassVar[Mapping[str, str]] = {"streams": "connections for payload, 1 (default) to 64"}
+    ends = (TcpStreamSend, TcpStreamReceive)

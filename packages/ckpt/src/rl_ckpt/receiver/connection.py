@@ -124,12 +124,7 @@ class Connection:
         slots = self._mapped(lambda: self.transport.map_slots(session, self.channel))
         self.session = session
         self.channel.trust()
-        self.reader = BucketReader(
-            self.transport,
-            session,
-            slots,
-            self,
-        )
+        self.reader = BucketReader(self.transport, session, slots, self)
         return self.reader
 
     def _mapped(self, mapping: Callable[[], T]) -> T:

@@ -8,15 +8,9 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from rl_ckpt.base import WeightReceiver
-from rl_ckpt.errors import (
-    UsageError,
-)
+from rl_ckpt.errors import UsageError
 from rl_ckpt.protocol.call_worker import Worker
-from rl_ckpt.protocol.messages import (
-    NO_VERSION,
-    AbortReason,
-    Begin,
-)
+from rl_ckpt.protocol.messages import NO_VERSION, AbortReason, Begin
 from rl_ckpt.receiver.connection import Connector, reason_of
 from rl_ckpt.receiver.reception import HeldVersion, Reception
 from rl_ckpt.receiver.slots import HeldBuckets

@@ -22,13 +22,7 @@ from rl_ckpt.sender.runner import SourceSender
 from rl_ckpt.sender.transaction import Transaction
 from rl_ckpt.tensors.buckets import Codec
 from rl_ckpt.tensors.delta import BaseCopy, compressor
-from rl_ckpt.tensors.source import (
-    Clock,
-    ManifestIndex,
-    Source,
-    checked_version,
-    copy_gb_per_s,
-)
+from rl_ckpt.tensors.source import Clock, ManifestIndex, Source, checked_version, copy_gb_per_s
 from rl_ckpt.types import Metadata
 
 if TYPE_CHECKING:
@@ -146,12 +140,7 @@ class Sender(SourceSender):
         return self._stage(peers, participants, source, version, clock, self._base_copy, pipe)
 
     async def prepare_version(
-        self,
-        version: int,
-        *,
-        num_peers: int,
-        weights: Iterable[tuple[str, Tensor]] = (),
-        pipe: RelayPipe | None = None,
+        self, version: int, *, num_peers: int, weights: Iterable[tuple[str, Tensor]] = (), pipe: RelayPipe | None = None
     ) -> PreparedVersion:
         """Send `weights`, or what arrives at a relay, up to the votes; the caller decides on commit or abort.
 
@@ -181,9 +170,7 @@ class Sender(SourceSender):
                 await asyncio.to_thread(abort, str(error))
             raise
         return PreparedVersion(
-            prepared[0].digest,
-            commit=lambda: self._worker.call(lambda: self._commit(prepared[0])),
-            abort=abort,
+            prepared[0].digest, commit=lambda: self._worker.call(lambda: self._commit(prepared[0])), abort=abort
         )
 
     async def dismiss(self, text: str) -> None:

@@ -42,14 +42,6 @@ def digests_of(contents: Sequence[Tensor]) -> list[int]:
     return [combine([next(found) for _ in of_one]) for of_one in leaves]
 
 
-def pack_leaves(content: Tensor, offset: int, slot: Tensor, bucket_offset: int, num_bytes: int) -> list[int]:
-    """Copy a piece of `content` into `slot`, both uint8, and return its leaf digests, in one pass."""
-    if content.device.type != "cpu" or slot.device.type != "cpu":
-        into = slot[bucket_offset : bucket_offset + num_bytes].copy_(content[offset : offset + num_bytes])
-        return leaves_of(into)
-    return bucket.pack_leaves(slot, [(content, offset, bucket_offset, num_bytes)], leaf_nbytes=LEAF_BYTES)[0]
-
-
 def unpack_leaves(slot: Tensor, pieces: list[tuple[Tensor, int, int, int]]) -> list[list[int]]:
     """Copy pieces of a slot into contents; returns leaf digests of the bytes read or, on a device, of the copies.
 

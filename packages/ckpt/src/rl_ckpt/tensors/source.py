@@ -105,10 +105,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        clock: Clock,
-        registered: RegisteredSource | None = None,
+        self, weights: Iterable[tuple[str, Tensor]], clock: Clock, registered: RegisteredSource | None = None
     ) -> None:
         self.registered = registered
         is_there = registered is not None or isinstance(weights, ItemsView)

@@ -120,12 +120,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_plain_on(target: torch.Tensor, device: torch.device = CPU) -> bool:
     """Whether a tensor is plain memory on that device, so that it can be written as bytes."""
-    return (
-        target.device == device
-        and target.layout == torch.strided
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
+    return target.device == device and target.layout == torch.strided and is_plain(target)
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -124,11 +124,7 @@ class AliasSuite(Suite):
         memory = torch.zeros(41, 30)
         overlapping = {"embed": memory[:40], "head": memory[1:]}
         for version, into in enumerate(
-            (
-                {"embed": torch.zeros(40, 30)},
-                {"embed": embed * 0, "head": torch.zeros(30, 40)},
-                overlapping,
-            )
+            ({"embed": torch.zeros(40, 30)}, {"embed": embed * 0, "head": torch.zeros(30, 40)}, overlapping)
         ):
             sending = asyncio.ensure_future(
                 sender.send_weights({"embed": embed, "head": embed}.items(), version=version)

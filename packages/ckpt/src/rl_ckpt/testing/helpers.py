@@ -100,6 +100,13 @@ async def receive_all(engine: WeightReceiver) -> dict[str, Tensor]:
     return {name: tensor.clone() async for name, tensor in engine.receive_weights()}
 
 
+async def sync(
+    sender: WeightSender, receiver: WeightReceiver, weights: Mapping[str, Tensor], version: int
+) -> tuple[dict[str, Tensor], SyncReport]:
+    """Run one sync; clones of the tensors, and the sender's report."""
+    return await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=version))
+
+
 async def exhaust(iterator: AsyncIterator[tuple[str, Tensor]]) -> None:
     """Iterate to the end."""
     async for _ in iterator:
@@ -127,7 +134,7 @@ def refusal(kind: type[E], call: Callable[[], object]) -> E:
 async def works(sender: WeightSender, receiver: WeightReceiver, version: int) -> SyncReport:
     """Run one sync, which must succeed."""
     weights = sample_weights(version)
-    got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=version))
+    got, report = await sync(sender, receiver, weights, version)
     assert_same(got, weights)
     assert (receiver.version, receiver.state) == (version, ReceiverState.COMMITTED)
     return report
@@ -272,9 +279,7 @@ class Pair:
 AnySuite = TypeVar("AnySuite", bound=Suite)
 
 
-def with_pair(
-    **options: Any,
-) -> Callable[[Callable[[AnySuite, Pair], Awaitable[None]]], Callable[[AnySuite], None]]:
+def with_pair(**options: Any) -> Callable[[Callable[[AnySuite, Pair], Awaitable[None]]], Callable[[AnySuite], None]]:
     """Decorator that makes a test of a coroutine method: `Suite.run` gives it a `Pair` of ends with `options`."""
 
     def decorate(work: Callable[[AnySuite, Pair], Awaitable[None]]) -> Callable[[AnySuite], None]:

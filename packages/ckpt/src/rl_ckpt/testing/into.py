@@ -113,8 +113,7 @@ class IntoSuite(Suite):
             for version in (1, 2):
                 weights["wide"].view(-1)[version] += 1
                 report, _ = await asyncio.gather(
-                    sender.send_weights(weights.items(), version=version),
-                    receiver.receive_into(mine, staged=True),
+                    sender.send_weights(weights.items(), version=version), receiver.receive_into(mine, staged=True)
                 )
                 assert report.num_deltas == 0
                 assert_same(mine, weights)

@@ -23,6 +23,7 @@ from rl_ckpt.testing.helpers import (
     receive_all,
     refusal,
     sample_weights,
+    sync,
     with_pair,
     works,
 )
@@ -52,9 +53,7 @@ class SessionSuite(Suite):
         sender, receiver = await pair.send_end(), await pair.receive_end()
         assert await sender.prepare() == await sender.prepare()
         assert (sender.digest, receiver.digest) == (None, None)
-        _, report = await asyncio.gather(
-            receive_all(receiver), sender.send_weights(sample_weights().items(), version=0)
-        )
+        _, report = await sync(sender, receiver, sample_weights(), 0)
         assert report.digest == sender.digest == receiver.digest
         for end in (sender, receiver):
             await end.close()
@@ -69,9 +68,7 @@ class SessionSuite(Suite):
         async def work(pair: Pair) -> None:
             sender, receiver = await pair.send_end(), await pair.receive_end()
             for version in (0, 1):
-                got, _ = await asyncio.gather(
-                    receive_all(receiver), sender.send_weights(sample_weights().items(), version=version)
-                )
+                got, _ = await sync(sender, receiver, sample_weights(), version)
                 assert_same(got, sample_weights())
                 child = os.fork()
                 if not child:
@@ -125,7 +122,7 @@ class SessionSuite(Suite):
         """Empty, scalar, strided, tied, float8 and all the others."""
         weights = sample_weights()
         sender, receiver = await pair.send_end(), await pair.receive_end()
-        got, report = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=3))
+        got, report = await sync(sender, receiver, weights, 3)
         assert_same(got, weights)
         assert report.num_tensors == len(weights)
         assert report.num_bytes == sum(tensor.numel() * tensor.itemsize for tensor in weights.values())
@@ -136,7 +133,7 @@ class SessionSuite(Suite):
         sizes = [100, 5000, 3, 1024, 1025, 2048, 40_000, 1, 0, 9999]
         weights = {f"t{i}": torch.randint(0, 256, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)}
         sender, receiver = await pair.send_end(), await pair.receive_end()
-        got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=0))
+        got, _ = await sync(sender, receiver, weights, 0)
         assert_same(got, weights)
 
     @with_pair()
@@ -161,9 +158,7 @@ class SessionSuite(Suite):
         sender, receiver = await pair.send_end(), await pair.receive_end()
         digests: list[int] = []
         for version, seed in enumerate((1, 2, 1)):
-            _, report = await asyncio.gather(
-                receive_all(receiver), sender.send_weights(sample_weights(seed).items(), version=version)
-            )
+            _, report = await sync(sender, receiver, sample_weights(seed), version)
             digests.append(report.digest)
         assert digests[0] == digests[2] != digests[1]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_ckpt.errors import UsageError
-from rl_ckpt.testing.helpers import Pair, Suite, assert_same, receive_all, refusal, sample_weights, with_pair
+from rl_ckpt.testing.helpers import Pair, Suite, assert_same, refusal, sample_weights, sync, with_pair
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_ckpt.base import Hold, WeightReceiver, WeightSender
+    from rl_ckpt.base import Hold
 
 
 class ViewSuite(Suite):
@@ -123,9 +123,5 @@ class ViewSuite(Suite):
             assert "t3" not in kept or torch.equal(kept["t3"], weights["t3"])
         assert hold is not None
         await sending
-        assert_same(await _again(sender, receiver, weights), weights)
-
-
-async def _again(sender: WeightSender, receiver: WeightReceiver, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    got, _ = await asyncio.gather(receive_all(receiver), sender.send_weights(weights.items(), version=1))
-    return got
+        got, _ = await sync(sender, receiver, weights, 1)
+        assert_same(got, weights)

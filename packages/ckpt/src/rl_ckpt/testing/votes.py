@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_ckpt.errors import (
-    AttestationError,
-    CkptError,
-    PeerLostError,
-    PeerTimeoutError,
-    SyncAbortedError,
-)
+from rl_ckpt.errors import AttestationError, CkptError, PeerLostError, PeerTimeoutError, SyncAbortedError
 from rl_ckpt.testing.helpers import (
     Pair,
     Suite,
@@ -27,6 +21,7 @@ from rl_ckpt.testing.helpers import (
     staged_targets,
     staged_weights,
     step,
+    sync,
     until,
     with_pair,
     works,
@@ -50,9 +45,7 @@ class VoteSuite(Suite):
         sender, receiver = await pair.send_end(), await pair.receive_end()
         for version in (1, 2):
             weights = sample_weights(version)
-            _, report = await asyncio.gather(
-                receive_all(receiver), sender.send_weights(weights.items(), version=version)
-            )
+            _, report = await sync(sender, receiver, weights, version)
             assert [(r.version, r.num_tensors) for r in report.receipts] == [(version, len(weights))]
             assert (report.receipts[0].digest, report.lost) == (report.digest, ())
 
@@ -199,15 +192,9 @@ class VoteSuite(Suite):
         good.attest_with(lambda: mine | {"rotary": torch.ones(2)})
         bad.attest_with(lambda: theirs)
         report = await pair.exchange(sender, {good: mine, bad: theirs}, weights, 1)
-        assert {(r.is_attested, r.num_bound, r.num_expected) for r in report.receipts} == {
-            (True, 2, 3),
-            (True, 2, 2),
-        }
+        assert {(r.is_attested, r.num_bound, r.num_expected) for r in report.receipts} == {(True, 2, 3), (True, 2, 2)}
         bad.attest_with(lambda: held)  # an engine that serves from a copy that nobody updates
-        receiving = [
-            asyncio.ensure_future(good.receive_into(mine)),
-            asyncio.ensure_future(bad.receive_into(theirs)),
-        ]
+        receiving = [asyncio.ensure_future(good.receive_into(mine)), asyncio.ensure_future(bad.receive_into(theirs))]
         error = await failure(SyncAbortedError, sender.send_weights(weights.items(), version=2, num_peers=2))
         assert isinstance(error.__cause__, AttestationError)
         assert "holds 2 of them" in str(error), error

@@ -24,27 +24,31 @@ if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
     from rl_csrc.ipc import Waker
 
+BACKLOG = 128
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-class Transport(ABC):
+class Transport:
     """Data plane of a URL scheme: a stateless factory of its ends, with an `__init__` without arguments.
 
-    Raise `AddressError` for an invalid URL, and `BackendError` for what this machine lacks. Contact no peer yet.
+    Ends raise `AddressError` for an invalid URL, and `BackendError` for what this machine lacks. They contact no peer
+    yet.
     """
 
+    ends: ClassVar[tuple[Callable[[SessionConfig], SendTransport], Callable[[SessionConfig], ReceiveTransport]]]
+    """Classes of the sending and of the receiving end, for `sender` and `receiver`."""
     options: ClassVar[Mapping[str, str]] = {}
     """URL options (`?name=value`), with one line on each; `connect` refuses others. Read them by `config.option`."""
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
     """All capabilities by default, as rl-ckpt implements them. A backend without the transaction declares its own."""
 
-    @abstractmethod
     def sender(self, config: SessionConfig) -> SendTransport:
         """The sending end of a session."""
+        return self.ends[0](config)
 
-    @abstractmethod
     def receiver(self, config: SessionConfig) -> ReceiveTransport:
         """A receiving end of a session."""
+        return self.ends[1](config)
 
 
 def require_name(config: SessionConfig) -> None:
@@ -155,31 +159,38 @@ class SendTransport(ABC):
         """Free the address and the ring. Idempotent."""
 
 
-class Listener(Protocol):
-    """Non-blocking listening socket of a session."""
+class Listener(ABC):
+    """Non-blocking listening socket of a session, bound by its constructor to the address of the configuration."""
 
     config: SessionConfig
     """Session configuration, with the final address."""
+    _socket: socket.socket
+
+    def __init__(self, config: SessionConfig) -> None:
+        self.config = config
 
     def listen(self) -> None:
         """Start listening."""
-        ...
+        self._socket.listen(BACKLOG)
 
     def fileno(self) -> int:
         """Descriptor that becomes readable when a receiver connects."""
-        ...
+        return self._socket.fileno()
 
+    @abstractmethod
     def accept(self) -> Channel | None:
         """Accept the next connection; None if there is none."""
-        ...
 
     def close(self) -> None:
         """Close the socket and free the address."""
-        ...
+        self._socket.close()
 
 
 class ListeningSend(SendTransport):
-    """Sending side with a listener; a subclass implements `listener` and `allocate`."""
+    """Sending side with a listener; a subclass implements `allocate`."""
+
+    listener: ClassVar[type[Listener]]
+    """Class of the listener."""
 
     def __init__(self, config: SessionConfig) -> None:
         self.address = config.address
@@ -194,10 +205,6 @@ class ListeningSend(SendTransport):
         slots = self.allocate(num_slots, bucket_bytes)
         listener.listen()
         return slots
-
-    @abstractmethod
-    def listener(self, config: SessionConfig) -> Listener:
-        """Bind the address; raises `AddressError` if another sender has it."""
 
     @abstractmethod
     def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ import socket
 import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,9 +236,7 @@ class GroupSend(TcpSend):
         size = len(tickets) + 1
         timeout_s = self._config.timeout_s
 
-        def store() -> Any:  # its own connection: an abandoned group may block its store for long
-            return dial_store(mine, port, timeout_s)
-
+        store = partial(dial_store, mine, port, timeout_s)  # its own connection: an abandoned group may block its store
         self._group = BroadcastGroup(
             store, self._generation, 0, size, host=mine, timeout_s=timeout_s + MARGIN_S, device=self.device
         )
@@ -292,12 +291,8 @@ class GroupReceive(TcpReceive):
         self.leave_group()
         mine, theirs = channel.addresses()
         timeout_s = self._config.timeout_s
-
-        def store() -> Any:
-            return dial_store(theirs, message.port, timeout_s)
-
         self._group = BroadcastGroup(
-            store,
+            partial(dial_store, theirs, message.port, timeout_s),
             message.generation,
             message.rank,
             message.size,

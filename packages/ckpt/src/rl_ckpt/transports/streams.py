@@ -184,11 +184,7 @@ class BucketReader:
     """
 
     def __init__(
-        self,
-        transport: ReceiveTransport,
-        session: Session,
-        slots: Sequence[Tensor],
-        waits: PayloadWaits,
+        self, transport: ReceiveTransport, session: Session, slots: Sequence[Tensor], waits: PayloadWaits
     ) -> None:
         self.slots = slots
         self.is_sender_memory = transport.is_sender_memory

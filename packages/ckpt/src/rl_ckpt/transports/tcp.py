@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import AddressError
 from rl_ckpt.protocol.channel import Channel
-from rl_ckpt.transports.base import ConnectingReceive, ListeningSend
+from rl_ckpt.transports.base import BACKLOG, ConnectingReceive, Listener, ListeningSend
 from rl_csrc.ipc import close_in_children
 
 if TYPE_CHECKING:
     from rl_ckpt.types import SessionConfig
 
-BACKLOG = 128
 TOKEN_VARIABLE = "RL_CKPT_TOKEN"  # the name of the variable
 DIAL_S = 1.0
 """Longest wait for the answer to one attempt to connect, seconds."""
@@ -75,7 +74,7 @@ def _tune(connection: socket.socket, timeout_s: float) -> socket.socket:
     return connection
 
 
-class TcpListener:
+class TcpListener(Listener):
     """Listening socket that holds a port."""
 
     def __init__(self, config: SessionConfig) -> None:
@@ -96,13 +95,6 @@ class TcpListener:
         name = _address_text((host_and_port(config)[0], int(self._socket.getsockname()[1])))
         self.config = replace(config, name=name, address=f"{config.address.partition(':')[0]}://{name}")
 
-    def listen(self) -> None:
-        """A no-op: it listens since its creation."""
-
-    def fileno(self) -> int:
-        """Descriptor that becomes readable when a receiver connects."""
-        return self._socket.fileno()
-
     def accept(self) -> Channel | None:
         """Accept the next connection; its peer has to prove the token."""
         try:
@@ -112,21 +104,15 @@ class TcpListener:
         address = _address_text(found)
         return Channel(_tune(connection, self._timeout_s), f"receiver at {address}", address=address)
 
-    def close(self) -> None:
-        """Free the port."""
-        self._socket.close()
-
 
 class TcpSend(ListeningSend):
     """Sending side at a port (0: a free one); receivers prove the token. A subclass implements `allocate`."""
 
+    listener = TcpListener
+
     def __init__(self, config: SessionConfig) -> None:
         self.token = token_of(config)
         super().__init__(config)
-
-    def listener(self, config: SessionConfig) -> TcpListener:
-        """Bind the port."""
-        return TcpListener(config)
 
 
 class TcpReceive(ConnectingReceive):

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from rl_ckpt.errors import AddressError, BackendError
 from rl_ckpt.protocol.channel import Channel
-from rl_ckpt.transports.base import ConnectingReceive, ListeningSend, require_name
+from rl_ckpt.transports.base import ConnectingReceive, Listener, ListeningSend, require_name
 from rl_csrc import ipc
 
 if TYPE_CHECKING:
     import socket
 
-    from rl_ckpt.types import SessionConfig
+    from torch import Tensor
 
-BACKLOG = 128
+    from rl_ckpt.types import SessionConfig
 
 
 def require_linux(config: SessionConfig) -> None:
@@ -33,7 +33,7 @@ def _socket_name(config: SessionConfig) -> str:
     return f"rl-ckpt-{scheme}-{os.getuid()}-{config.name}"
 
 
-class UnixListener:
+class UnixListener(Listener):
     """Listening socket that holds the name of a session."""
 
     def __init__(self, config: SessionConfig) -> None:
@@ -45,14 +45,6 @@ class UnixListener:
                 f"{config.address} is taken by another sender; close it or choose another name"
             ) from error
 
-    def listen(self) -> None:
-        """Start listening."""
-        self._socket.listen(BACKLOG)
-
-    def fileno(self) -> int:
-        """Descriptor that becomes readable when a receiver connects."""
-        return self._socket.fileno()
-
     def accept(self) -> Channel | None:
         """Accept the next process of this user; connections of other users are closed."""
         while (found := ipc.accept(self._socket)) is not None:
@@ -62,22 +54,35 @@ class UnixListener:
             connection.close()
         return None
 
-    def close(self) -> None:
-        """Free the name."""
-        self._socket.close()
-
 
 class UnixSend(ListeningSend):
     """Sending side at an abstract name, for processes of this user. A subclass implements `allocate`."""
+
+    listener = UnixListener
 
     def __init__(self, config: SessionConfig) -> None:
         require_linux(config)
         require_name(config)
         super().__init__(config)
 
-    def listener(self, config: SessionConfig) -> UnixListener:
-        """Bind the name."""
-        return UnixListener(config)
+
+class MemfdSend(UnixSend):
+    """Sending side whose ring is in a memfd. A slot takes memory when it is first used."""
+
+    num_slots = 32
+    _memory: ipc.SharedMemory | None = None
+
+    def allocate(self, num_slots: int, bucket_bytes: int) -> list[Tensor]:
+        """Allocate the ring."""
+        self._memory = ipc.SharedMemory.create(num_slots * bucket_bytes, name=f"rl-ckpt-{self._config.name}")
+        return list(self._memory.map().split(bucket_bytes))
+
+    def close(self) -> None:
+        """Free the name; the memory goes when the last mapping of any process goes."""
+        super().close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
 class UnixReceive(ConnectingReceive):

@@ -6,13 +6,7 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from rl_tq.errors import (
-    LeaseLostError,
-    MissingDataError,
-    SchemaError,
-    StaleReferenceError,
-    TransferQueueError,
-)
+from rl_tq.errors import LeaseLostError, MissingDataError, SchemaError, StaleReferenceError, TransferQueueError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

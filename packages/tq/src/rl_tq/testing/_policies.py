@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from rl_tq import policies
-from rl_tq.errors import (
-    QueueFullError,
-    SchemaError,
-    StaleVersionError,
-    WaitTimeoutError,
-)
+from rl_tq.errors import QueueFullError, SchemaError, StaleVersionError, WaitTimeoutError
 from rl_tq.testing._served import Served, until
 
 if TYPE_CHECKING:

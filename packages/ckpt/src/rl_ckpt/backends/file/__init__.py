@@ -24,14 +24,7 @@ import torch
 from rl_ckpt.backends.file import chain
 from rl_ckpt.backends.file.folder import Entry, Folder, Manifest, ObjectStore
 from rl_ckpt.base import WeightReceiver
-from rl_ckpt.errors import (
-    AddressError,
-    AttestationError,
-    DigestError,
-    PeerTimeoutError,
-    TensorError,
-    UsageError,
-)
+from rl_ckpt.errors import AddressError, AttestationError, DigestError, PeerTimeoutError, TensorError, UsageError
 from rl_ckpt.protocol.call_worker import Worker
 from rl_ckpt.protocol.channel import Deadline, wait_for
 from rl_ckpt.receiver.staging import Staging
