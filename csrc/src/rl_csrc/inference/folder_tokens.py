@@ -162,7 +162,10 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     closing = None if template is None else _closing_id(template, named, written, folder)
     sources = {
         _GENERATION: _ids_of(generation, folder / _GENERATION),
-        _CONFIG: (*_ids_of(config, folder / _CONFIG), *_ids_of(config.get("text_config") or {}, folder / _CONFIG)),
+        _CONFIG: (
+            *_ids_of(config, folder / _CONFIG),
+            *_ids_of(config.get("text_config") or {}, folder / _CONFIG),
+        ),
         _TOKENIZER: () if eos is None else (eos,),
         _TEMPLATE: () if closing is None else (closing,),
     }

@@ -110,18 +110,9 @@ def parallel_logprobs(
 ) -> LogProbs:
     """Vocab-parallel log-probs, entropy and sum of squared probabilities, differentiable in this rank's shard.
 
-    Forward makes one collective, backward none. All fields are filled.
-
-    Args:
-        logits_shard: `[R, V / W]`, this rank's columns.
-        labels: `[T]` int64, global ids, the same on all ranks.
-        vocab_start: global index of column 0.
-        gather: turns this rank's `[T, 5]` into `[W, T, 5]` in rank order (an all-gather over the group).
-        temperature: as in `logprobs`, like the arguments that follow.
-        softcap: as in `logprobs`.
-        ignore_index: as in `logprobs`.
-        row_index: as in `logprobs`.
-        inplace: as in `logprobs`.
+    Forward makes one collective, backward none. All fields are filled. `logits_shard` is `[R, V / W]`, this rank's
+    columns from the global index `vocab_start` on; `labels` are global ids, the same on all ranks; `gather` turns this
+    rank's `[T, 5]` into `[W, T, 5]` in rank order (an all-gather over the group). The rest is as in `logprobs`.
     """
     scoring = _checked(logits_shard, labels, temperature, softcap, ignore_index, row_index)
     stats = gather(_STATS(logits_shard.detach(), *scoring, vocab_start))

@@ -121,12 +121,7 @@ async def _sandbox(given: argparse.Namespace) -> int:
         return create_sandboxes(options, limits=limits, max_running=given.max_running)
 
     server = SandboxServer(
-        make,
-        limits=limits,
-        token=os.environ.get(TOKEN, ""),
-        host=given.host,
-        port=given.port,
-        expiry_s=given.expiry_s,
+        make, limits=limits, token=os.environ.get(TOKEN, ""), host=given.host, port=given.port, expiry_s=given.expiry_s
     )
     await _serve(server)
     return 0

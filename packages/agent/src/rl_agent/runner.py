@@ -26,15 +26,7 @@ from rl_agent.errors import (
     contained,
     described,
 )
-from rl_agent.types import (
-    AgentLoopOutput,
-    Failure,
-    FailureKind,
-    GroupResult,
-    OnFailure,
-    RolloutResult,
-    well_formed,
-)
+from rl_agent.types import AgentLoopOutput, Failure, FailureKind, GroupResult, OnFailure, RolloutResult, well_formed
 from rl_agent.validation import validate_output
 from rl_rollout.errors import OverloadedError, RolloutError, WeightUpdateError
 

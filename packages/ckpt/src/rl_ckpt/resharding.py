@@ -42,7 +42,7 @@ class Move:
     @property
     def num_elements(self) -> int:
         """Number of elements of the slice."""
-        return _volume(self.box)
+        return volume(self.box)
 
 
 class Resharding:
@@ -80,11 +80,6 @@ class Resharding:
     def outgoing(self, source: int, target: int, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Slices to send from one rank to another, in the form that `send_weights` takes.
 
-        Args:
-            source: Rank of the source.
-            target: Rank of the target.
-            shards: The local tensors of that source, by name.
-
         Raises:
             TensorError: a local tensor is missing, or has another shape than its `ShardSpec` says.
         """
@@ -109,19 +104,19 @@ class Resharding:
                 )
             left: list[Box] = []
             for want in wanted:
-                common = _common(want, box)
-                if common is None:
+                shared = common(want, box)
+                if shared is None:
                     left.append(want)
                 else:
-                    self._assign(common, holders, rank, target)
-                    left += _without(want, common)
+                    self._assign(shared, holders, rank, target)
+                    left += _without(want, shared)
             wanted = left
         if wanted:
             raise TensorError(f"no rank of the source holds {target.name!r} at {wanted[0]}, which target {rank} wants")
 
     def _assign(self, box: Box, holders: Sequence[tuple[int, ShardSpec]], rank: int, target: ShardSpec) -> None:
         source, spec = min(holders, key=lambda holder: (self._load[holder[0]], holder[0]))
-        self._load[source] += _volume(box)
+        self._load[source] += volume(box)
         self._moves.setdefault((source, rank), []).append(Move(source=spec, target=target, box=box))
 
 
@@ -129,11 +124,12 @@ def _box(spec: ShardSpec) -> Box:
     return tuple((start, start + size) for start, size in zip(spec.offsets, spec.sizes, strict=True))
 
 
-def _volume(box: Box) -> int:
+def volume(box: Box) -> int:
+    """Number of elements of a box."""
     return math.prod(end - first for first, end in box)
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def common(one: Box, other: Box) -> Box | None:
     """Intersection of two boxes; None if it is empty."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(first < end for first, end in box) else None
@@ -156,5 +152,12 @@ def _slice(shards: Mapping[str, Tensor], spec: ShardSpec, box: Box) -> Tensor:
     if shard is None or tuple(shard.shape) != spec.sizes:
         found = "is missing" if shard is None else f"has shape {tuple(shard.shape)}"
         raise TensorError(f"the local tensor of {spec.name!r} {found}; its ShardSpec says {spec.sizes}")
+    return cut(shard, spec, box)
+
+
+def cut(tensor: Tensor, spec: ShardSpec, box: Box) -> Tensor:
+    """View of a shard's tensor: the part in `box`, coordinates of the whole tensor."""
+    if all(end - first == size for (first, end), size in zip(box, spec.sizes, strict=True)):
+        return tensor.detach()
     local = tuple(slice(first - start, end - start) for (first, end), start in zip(box, spec.offsets, strict=True))
-    return shard.detach()[local]
+    return tensor.detach()[local]

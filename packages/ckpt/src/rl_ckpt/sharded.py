@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from rl_ckpt.base import ShardSender
 from rl_ckpt.errors import SyncAbortedError, TensorError, UsageError, VersionError
 from rl_ckpt.relay.pipe import Forwarding
-from rl_ckpt.resharding import Resharding
+from rl_ckpt.resharding import Resharding, common, cut, volume
 from rl_ckpt.session import capabilities, connect
 from rl_ckpt.tensors.digest_share import DigestShare, join_digest
 from rl_ckpt.types import Address, Capability, Shard, ShardSpec, SyncReport, merge_reports, session_of
@@ -61,6 +61,10 @@ def spec_of_shard(shard: Shard) -> ShardSpec:
     return ShardSpec(name=shard.name, shape=shard.shape, offsets=shard.offsets, sizes=shard.sizes)
 
 
+def _spec_of_whole(name: str, shape: tuple[int, ...]) -> ShardSpec:
+    return ShardSpec(name=name, shape=shape, offsets=(0,) * len(shape), sizes=shape)
+
+
 class ShardPlan:
     """Plan of who sends which slice to whom: made once, used until a side is cut anew. Picklable.
 
@@ -76,9 +80,7 @@ class ShardPlan:
     def __init__(self, sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Shard]] | None = None) -> None:
         held = [[spec_of_shard(shard) for shard in shards] for shards in sources]
         shapes = {spec.name: spec.shape for specs in held for spec in specs}
-        whole = [
-            ShardSpec(name=name, shape=shape, offsets=(0,) * len(shape), sizes=shape) for name, shape in shapes.items()
-        ]
+        whole = [_spec_of_whole(name, shape) for name, shape in shapes.items()]
         wanted = [whole] if targets is None else [[spec_of_shard(shard) for shard in shards] for shards in targets]
         self.num_sources, self.num_targets = len(held), len(wanted)
         self.moves = Resharding(held, wanted)
@@ -193,10 +195,10 @@ class ShardedSender(ShardSender):
                 self._share.setdefault(spec.name, DigestShare(tensor.dtype, spec.shape))
             for move in counted:
                 self._require_same(spec, move)
-                self._share[spec.name].add(_cut(tensor, spec, move.box), move.box)
+                self._share[spec.name].add(cut(tensor, spec, move.box), move.box)
             for move in moves.get(spec.name, ()):
                 self._require_same(spec, move)
-                yield move.name, _cut(tensor, spec, move.box)
+                yield move.name, cut(tensor, spec, move.box)
             left.discard(spec.name)
         if left:
             raise TensorError(f"rank {self._rank} does not hold {min(left)!r} any more, which the plan has it send")
@@ -443,8 +445,8 @@ def _require_whole(
         own = boxes.get(name, [])
         if not own and (not strict or not target.numel() or _memory_of(target) in tied):
             continue
-        count = sum(_volume(box) for box in own)
-        twice = any(_overlap(a, b) for index, a in enumerate(own) for b in own[:index])
+        count = sum(volume(box) for box in own)
+        twice = any(common(a, b) is not None for index, a in enumerate(own) for b in own[:index])
         if count != target.numel() or twice:
             part = f" (part {shards[name].offsets} + {shards[name].sizes})" if name in shards else ""
             raise TensorError(
@@ -472,13 +474,7 @@ class _Slices(Mapping[str, "Tensor"]):
         whole, box = _parse(name)
         target = self.targets[whole]
         shard = self._shards.get(whole)
-        shape = tuple(target.shape) if shard is None else shard.shape
-        spec = ShardSpec(
-            name=whole,
-            shape=shape,
-            offsets=(0,) * target.ndim if shard is None else shard.offsets,
-            sizes=tuple(target.shape) if shard is None else shard.sizes,
-        )
+        spec = _spec_of_whole(whole, tuple(target.shape)) if shard is None else spec_of_shard(shard)
         is_inside = len(box) == target.ndim and all(
             start <= first and end <= start + size
             for (first, end), start, size in zip(box, spec.offsets, spec.sizes, strict=True)
@@ -488,7 +484,7 @@ class _Slices(Mapping[str, "Tensor"]):
                 f"{name!r} came over {self._address}; this receiver holds {spec.sizes} at {spec.offsets} of {whole!r}, "
                 f"{spec.shape} in all: it has another layout than it declared"
             )
-        view = self._views[name] = _cut(target, spec, box)
+        view = self._views[name] = cut(target, spec, box)
         return view
 
     def __contains__(self, name: object) -> bool:
@@ -554,21 +550,3 @@ def _parse(name: str) -> tuple[str, Box]:
         )
     ends = [tuple(map(int, pair.split(":"))) for pair in match["box"].split(",") if pair]
     return match["name"], cast("Box", tuple(ends))
-
-
-def _cut(tensor: Tensor, spec: ShardSpec, box: Box) -> Tensor:
-    if all(end - first == size for (first, end), size in zip(box, spec.sizes, strict=True)):
-        return tensor.detach()
-    local = tuple(slice(first - start, end - start) for (first, end), start in zip(box, spec.offsets, strict=True))
-    return tensor.detach()[local]
-
-
-def _volume(box: Box) -> int:
-    count = 1
-    for first, end in box:
-        count *= end - first
-    return count
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))

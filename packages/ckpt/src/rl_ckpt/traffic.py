@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class Traffic:
-    """Bytes of one sync.
-
-    Args:
-        placement: Nodes of all ranks.
-    """
+    """Bytes of one sync."""
 
     def __init__(self, placement: Placement) -> None:
         plan = ShardPlan(placement.sources, placement.targets)

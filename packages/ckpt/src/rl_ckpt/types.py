@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl_ckpt.errors import AddressError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -387,8 +387,8 @@ class Placement:
         fields = {
             "format": PLAN_FORMAT,
             "sizes": dict(self.sizes),
-            "sources": [_encoded(shards) for shards in self.sources],
-            "targets": None if self.targets is None else [_encoded(shards) for shards in self.targets],
+            "sources": [encoded(shards) for shards in self.sources],
+            "targets": None if self.targets is None else [encoded(shards) for shards in self.targets],
             "source_nodes": list(self.source_nodes),
             "target_nodes": [list(nodes) for nodes in self.target_nodes],
             "has_relays": self.has_relays,
@@ -406,10 +406,8 @@ class Placement:
             fields: dict[str, Any] = json.loads(path.read_text())
             if fields.pop("format") != PLAN_FORMAT:
                 raise ValueError(f"its format is not {PLAN_FORMAT!r}")
-            fields["sources"] = [_decoded(encoded) for encoded in fields["sources"]]
-            fields["targets"] = (
-                None if fields["targets"] is None else [_decoded(encoded) for encoded in fields["targets"]]
-            )
+            fields["sources"] = [decoded(shards) for shards in fields["sources"]]
+            fields["targets"] = None if fields["targets"] is None else [decoded(shards) for shards in fields["targets"]]
             return cls(**fields)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
@@ -434,12 +432,14 @@ def relay_groups(source: int, source_node: str, nodes: Sequence[str]) -> list[li
     return [group[source % len(group) :] + group[: source % len(group)] for group in groups.values()]
 
 
-def _encoded(shards: Sequence[Shard]) -> list[tuple[str, list[int], list[int], list[int]]]:
+def encoded(shards: Iterable[Shard]) -> list[tuple[str, list[int], list[int], list[int]]]:
+    """Shards as JSON has them."""
     return [(each.name, list(each.shape), list(each.offsets), list(each.sizes)) for each in shards]
 
 
-def _decoded(encoded: Sequence[tuple[str, list[int], list[int], list[int]]]) -> list[ShardSpec]:
+def decoded(shards: Sequence[tuple[str, list[int], list[int], list[int]]]) -> list[ShardSpec]:
+    """What `encoded` wrote."""
     return [
         ShardSpec(name=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(sizes))
-        for name, shape, offsets, sizes in encoded
+        for name, shape, offsets, sizes in shards
     ]

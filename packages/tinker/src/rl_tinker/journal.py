@@ -90,9 +90,6 @@ def add_point(model: str, step: int, time: float, loss: float, tokens: int) -> S
 class Journal:
     """Journal of one server, which has a thread for the database.
 
-    Args:
-        path: File of the database.
-
     Raises:
         JournalError: it cannot be opened, or is damaged.
     """

@@ -93,10 +93,6 @@ def connect(address: str, *, timeout_s: float = _DEFAULT_TIMEOUT_S, token: str |
 def create_policy(name: str, **parameters: Any) -> Policy:
     """Create a policy, shipped or an entry point of the group `rl_tq.policies`, for `get_meta(sampler=...)`.
 
-    Args:
-        name: Its `Policy.name`, such as `all_ready` or `group_complete`; `rl_tq.policies` has the shipped ones.
-        **parameters: Its fields.
-
     Raises:
         ValueError: there is no such policy, or it has no such parameter.
     """

@@ -154,10 +154,7 @@ def folder_of(folder: Path, policy: str) -> Path:
 
 def _coefs_of(components: Components) -> dict[str, float | None]:
     kl, entropy = components.kl, components.entropy
-    return {
-        "kl_coef": kl.coef if kl.target else None,
-        "entropy_coef": entropy.coef if entropy.target else None,
-    }
+    return {"kl_coef": kl.coef if kl.target else None, "entropy_coef": entropy.coef if entropy.target else None}
 
 
 def is_complete(folder: Path) -> bool:

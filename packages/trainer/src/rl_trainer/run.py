@@ -19,13 +19,7 @@ from rl_trainer import checkpoints
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import as_tree
 from rl_trainer.data import load_datasets
-from rl_trainer.errors import (
-    FULL,
-    InputError,
-    PlacementError,
-    RolloutFailedError,
-    WorkerDiedError,
-)
+from rl_trainer.errors import FULL, InputError, PlacementError, RolloutFailedError, WorkerDiedError
 from rl_trainer.inputs import digest_inputs
 from rl_trainer.metrics import PhaseTimer, Report
 from rl_trainer.output_dir import locked_output_dir, write_whole

@@ -34,9 +34,6 @@ class EnvironmentSource:
     def make(self, **arguments: Any) -> Any:
         """Create one environment.
 
-        Args:
-            **arguments: Arguments of this one.
-
         Raises:
             PluginError: the loop of the hub's name runs the episodes itself (the default).
         """

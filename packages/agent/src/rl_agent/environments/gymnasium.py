@@ -32,10 +32,6 @@ _HIGHLIGHTED = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:4|10)[0-7]m(.*?)\x1b\[0?m")
 class GymnasiumEnvironments(EnvironmentSource):
     """Environments of one id, such as `FrozenLake-v1`, or `minigrid:MiniGrid-Empty-5x5-v0` with the module first.
 
-    Args:
-        name: The id.
-        arguments: See `EnvironmentSource`.
-
     Raises:
         PluginError: no such id is registered.
     """
@@ -78,9 +74,6 @@ class TextGame:
     it: a number or, where the environment names its actions, a name; a list of numbers for `Box`, `MultiDiscrete` and
     `MultiBinary`; anything for `Text`. A turn without one is answered with what is needed, costs nothing, and does not
     count as a step of the environment.
-
-    Args:
-        game: The environment.
 
     Raises:
         PluginError: its actions cannot be written.

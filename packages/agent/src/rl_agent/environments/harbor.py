@@ -31,10 +31,6 @@ _WITHOUT_EFFECT = ("LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "STOPSI
 class HarborTasks(EnvironmentSource):
     """Tasks of one folder, in the order of their names; the last are held out, at most a tenth of them.
 
-    Args:
-        name: Folder with a task in each folder.
-        arguments: None are taken.
-
     Raises:
         PluginError: there are no tasks, or one of them is no task.
     """

@@ -42,10 +42,6 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[socket.soc
 class OpenEnvEnvironments(EnvironmentSource):
     """Environments of one server: `http://HOST:PORT`, or the name of an installed package whose server is started.
 
-    Args:
-        name: URL or package.
-        arguments: See `EnvironmentSource`.
-
     Raises:
         PluginError: no such package is installed, or the URL does not answer.
     """
@@ -114,10 +110,6 @@ class OpenEnvGame:
     A turn spells an action: a JSON object with its fields, the last one in the turn, or, where one field is required
     and it is a text, a number or a choice, its value. An observation is shown by fields; a turn that is no action is
     answered with what is needed.
-
-    Args:
-        source: The server.
-        arguments: Arguments of `reset`.
     """
 
     def __init__(self, source: OpenEnvEnvironments, arguments: dict[str, Any]) -> None:

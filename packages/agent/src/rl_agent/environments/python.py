@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class PythonEnvironments(EnvironmentSource):
-    """Environments that a factory makes: an object with `reset` and `step`.
-
-    Args:
-        name: `FILE.py:NAME` or `MODULE:NAME`.
-        arguments: See `EnvironmentSource`.
+    """Environments that a factory `FILE.py:NAME` or `MODULE:NAME` makes: an object with `reset` and `step`.
 
     Raises:
         PluginError: the file, the module or the name does not exist, or the module raises.
@@ -47,10 +43,6 @@ class PythonEnvironments(EnvironmentSource):
 
 def load_callable(name: str, what: str) -> Callable[..., Any]:
     """Load the class or function `FILE.py:NAME` or `MODULE:NAME`.
-
-    Args:
-        name: Where it is.
-        what: What it is, for errors.
 
     Raises:
         PluginError: the file, the module or the name does not exist, or the module raises.

@@ -312,10 +312,7 @@ async def _harbor_spec(
             f"give agent.options={{memory_bytes: {wanted << 20}}}"
         )
     spec = replace(
-        spec,
-        extra=(TESTS, LOGS),
-        num_cpus=task.number("cpus"),
-        storage_bytes=int(task.number("storage_mb")) << 20,
+        spec, extra=(TESTS, LOGS), num_cpus=task.number("cpus"), storage_bytes=int(task.number("storage_mb")) << 20
     )
     try:
         await kind.check_room(spec)

@@ -314,10 +314,7 @@ class RecordingProxy:
         return web.json_response({"input_tokens": len(prepared.requests[0].prompt_token_ids)})
 
     async def _serve(
-        self,
-        request: web.Request,
-        read: Callable[[bytes], Call],
-        make_writer: Callable[[Call], Writer],
+        self, request: web.Request, read: Callable[[bytes], Call], make_writer: Callable[[Call], Writer]
     ) -> web.StreamResponse:
         session, call = self._session_of(request), _read(read, await request.read())
         if call.ignored and self._strict:

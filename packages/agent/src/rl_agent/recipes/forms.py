@@ -17,12 +17,7 @@ HINT_SHARE = 0.6
 READ_SHARE = 0.3
 """Share of the other demonstrations that read the labels; the rest fill in the values in the order of the task."""
 NUM_FIELDS, NUM_DEMONSTRATIONS = 3, 8000
-_LABELS = {
-    "name": ("Name", "Guest"),
-    "city": ("City", "Town"),
-    "meal": ("Meal", "Dish"),
-    "day": ("Day", "Date"),
-}
+_LABELS = {"name": ("Name", "Guest"), "city": ("City", "Town"), "meal": ("Meal", "Dish"), "day": ("Day", "Date")}
 """Labels that the page may have for what the task asks for."""
 _VALUES = {
     "name": ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn"),

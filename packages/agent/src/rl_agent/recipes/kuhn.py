@@ -36,11 +36,7 @@ def rows(config: DataConfig, *, seed: int) -> Rows:
 
 
 class Kuhn:
-    """Kuhn poker with the interface of PettingZoo's AEC environments.
-
-    Args:
-        deal: Cards of the first and the second seat.
-    """
+    """Kuhn poker with the interface of PettingZoo's AEC environments."""
 
     possible_agents = SEATS
 

@@ -58,13 +58,7 @@ def rows(config: DataConfig, *, seed: int) -> Rows:
 
 
 def repository(name: str, term: Term, line: str) -> dict[str, str]:
-    """Files of a repository.
-
-    Args:
-        name: Name of the function.
-        term: What it should give.
-        line: Its last line.
-    """
+    """Files of a repository."""
     first, _, second, _, _ = term
     right = " ".join(map(str, term))
     code = [f"def {name}({first}, {second}):", f'    """{right}"""', f"    {line}", ""]

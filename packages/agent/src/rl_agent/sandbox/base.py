@@ -226,11 +226,6 @@ class MountedSandbox(Sandbox):
 
     With a bound on their size the folders are file systems of a namespace of their own, to and from which the files of
     `spec.folder` are copied.
-
-    Args:
-        kind: Its kind.
-        spec: Contents.
-        scratch: Empty folder of this machine.
     """
 
     def __init__(self, kind: SandboxKind, spec: SandboxSpec, scratch: Path) -> None:

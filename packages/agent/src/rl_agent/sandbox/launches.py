@@ -105,10 +105,6 @@ class ScriptReader:
     def read(self, script: Path, arguments: Sequence[str] = ()) -> Launches:
         """Find the launches of a script; it is read anew with folders that it makes or enters and that do not exist.
 
-        Args:
-            script: A script for bash.
-            arguments: Its arguments.
-
         Raises:
             ScriptError: it cannot be read, exceeds a limit, or reaches outside its folder.
             SandboxError: it cannot be isolated on this machine; the message has a command line for the user.
@@ -291,9 +287,7 @@ def _asked(answer: Mapping[str, Any]) -> list[_Words]:
 
 
 def _decisive(
-    answer: dict[str, Any],
-    commands: Sequence[_Words],
-    again: Callable[[Collection[_Words]], dict[str, Any] | None],
+    answer: dict[str, Any], commands: Sequence[_Words], again: Callable[[Collection[_Words]], dict[str, Any] | None]
 ) -> tuple[str, tuple[_Words, ...], list[_Words]]:
     """Commands on whose outcome the launches of a script depend, empty if there are none.
 

@@ -26,10 +26,6 @@ class ControlGroup:
 
     Nobody is moved: a group is made below or beside this process's own, where this user may, and the worker enters it.
 
-    Args:
-        limits: Limits of a run.
-        root: Root of the file system, for tests.
-
     Raises:
         OSError: no group can be made here.
     """

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_ckpt.adapters.load_recorder import Layout, Origins, pointer_of
 from rl_ckpt.errors import UsageError
-from rl_ckpt.types import ShardSpec
+from rl_ckpt.types import ShardSpec, decoded, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -125,7 +125,7 @@ def answer_request(url: str, rank: int) -> tuple[dict[str, Tensor], Path]:
 
 def write_answer(path: Path, parts: Iterable[ShardSpec]) -> None:
     """Describe the tensors that a rank takes."""
-    path.write_text(json.dumps([[part.name, part.shape, part.offsets, part.sizes] for part in parts]))
+    path.write_text(json.dumps(encoded(parts)))
 
 
 def read_layouts(folder: Path, num_ranks: int) -> list[list[ShardSpec]]:
@@ -138,9 +138,4 @@ def read_layouts(folder: Path, num_ranks: int) -> list[list[ShardSpec]]:
     names = [f"rank-{rank}.json" for rank in range(num_ranks)]
     if sorted(files) != sorted(names):
         raise UsageError(f"{num_ranks} ranks were asked for their layouts; the server answered with {sorted(files)}")
-    return [[_read_part(*told) for told in json.loads(files[name].read_text())] for name in names]
-
-
-def _read_part(name: str, *boxes: list[int]) -> ShardSpec:
-    shape, offsets, sizes = map(tuple, boxes)
-    return ShardSpec(name=name, shape=shape, offsets=offsets, sizes=sizes)
+    return [decoded(json.loads(files[name].read_text())) for name in names]

@@ -160,11 +160,7 @@ class LoadRecorder(TorchDispatchMode):
 
 
 def filled_by(bindings: Mapping[str, Sequence[Binding]]) -> set[str]:
-    """Names of the model's tensors that nothing of what was there before is left of. In doubt, one is not among them.
-
-    Args:
-        bindings: Bindings that the recorder saw of a load.
-    """
+    """Names of the model's tensors that a load filled whole, of whatever was there. In doubt, one is not among them."""
     spans: dict[tuple[str, Layout], list[tuple[int, int]]] = {}
     for binding in itertools.chain.from_iterable(bindings.values()):
         span = binding.part.span()

@@ -98,14 +98,7 @@ class HeldVersion:
 
 
 class Reception:
-    """One sync at a receiving end.
-
-    Args:
-        connection: Connection to the sender.
-        unpacker: Verifies the buckets of the sync.
-        held: What the end holds; committed at the end.
-        canceller: Says whether the sync was cancelled here.
-    """
+    """One sync at a receiving end."""
 
     def __init__(self, connection: Connection, unpacker: Unpacker, held: HeldVersion, canceller: Canceller) -> None:
         self.unpacker = unpacker

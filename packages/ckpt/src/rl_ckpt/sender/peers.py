@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 class Peers:
     """Connections to the receivers of a session. A failure of one is stored in its `error` until a wait raises it.
 
-    Args:
-        transport: Accepts connections; writes to streams.
-        session: Session parameters.
-        slots: uint8 [bucket_bytes] each.
-        canceller: Cancels waits.
-        timeout_s: Longest wait, seconds.
-        pid: Process id of this end.
+    `slots` are uint8 [bucket_bytes] each.
     """
 
     def __init__(

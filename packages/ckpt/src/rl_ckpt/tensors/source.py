@@ -97,11 +97,6 @@ class Source:
 
     Tied tensors are known for a registered source and the items of a dict. For other iterables they are not: the memory
     of one item may be reused for the next.
-
-    Args:
-        weights: Iterable of the call.
-        clock: Measures the waits for items.
-        registered: The registered source that they come from, or None.
     """
 
     def __init__(

@@ -174,13 +174,8 @@ def _close_stream(stream: _OutStream) -> None:
 class BucketReader:
     """`BucketSource` of a session: buckets are read from streams, or come in the ring. Owns the streams.
 
-    Where slots are on the CPU, a native pipeline reads, verifies and unpacks them; elsewhere the caller does.
-
-    Args:
-        transport: Opens the streams, and pulls from the ring.
-        session: Session parameters of the sender.
-        slots: uint8 [bucket_bytes] each.
-        waits: Waits for payload.
+    `slots` are uint8 [bucket_bytes] each. Where they are on the CPU, a native pipeline reads, verifies and unpacks
+    them; elsewhere the caller does.
     """
 
     def __init__(

@@ -72,12 +72,7 @@ def _check_optimizer(given: api.Optimizer | None) -> None:
 
 
 async def _create(
-    call: Call,
-    session: Session,
-    number: int,
-    adapter: AdapterSpec | None,
-    kind: Kind,
-    metadata: dict[str, Any] | None,
+    call: Call, session: Session, number: int, adapter: AdapterSpec | None, kind: Kind, metadata: dict[str, Any] | None
 ) -> Any:
     models = call.service.store.models
     model_id, now = f"{session.id}:train:{number}", time.time()

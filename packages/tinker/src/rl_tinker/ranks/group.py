@@ -30,10 +30,6 @@ class ElasticGroup(TrainingGroup):
     """Training processes under torch's elastic launcher; rank 0 connects to a socket of this process.
 
     A command and its answer are frames: 8 bytes of length, then msgpack.
-
-    Args:
-        config: Configuration of the server.
-        model_folder: Folder of the base model.
     """
 
     def __init__(self, config: ServeConfig, model_folder: str) -> None:

@@ -40,12 +40,7 @@ COLLECTIVE_S = 600.0
 
 
 class Rank:
-    """Worker of this process.
-
-    Args:
-        config: Configuration of the server.
-        model_folder: Folder of the base model.
-    """
+    """Worker of this process."""
 
     def __init__(self, config: ServeConfig, model_folder: str) -> None:
         self._config, self._model_folder = config, model_folder

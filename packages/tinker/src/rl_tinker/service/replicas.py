@@ -67,13 +67,7 @@ def _replica(config: ServeConfig, model_folder: str) -> RolloutServer:
 
 
 class Replicas:
-    """Sampling servers behind one router.
-
-    Args:
-        config: Configuration of the server.
-        model_folder: Folder of the base model.
-        checkpoints_folder: Folder of the checkpoints' folders.
-    """
+    """Sampling servers behind one router."""
 
     def __init__(self, config: ServeConfig, model_folder: str, checkpoints_folder: Path) -> None:
         self._config, self._model_folder, self._folder = config, model_folder, checkpoints_folder

@@ -47,12 +47,6 @@ class Samplers:
     """Samples in progress, as futures by request id.
 
     They are in memory alone: after a restart of this server a client is answered with 410, and sends its request again.
-
-    Args:
-        store: Records.
-        replicas: Sampling servers.
-        stops: Stop strings by the base model's tokenizer.
-        max_len: Longest prompt with completion, tokens.
     """
 
     def __init__(self, store: Store, replicas: Replicas, stops: Stops, *, max_len: int) -> None:

@@ -92,10 +92,6 @@ class Scheduler:
     async def submit(self, operation: Operation, *records: db.Record) -> Operation:
         """Accept an operation; returns the one of the same id if there is one, as after a client's retry.
 
-        Args:
-            operation: The operation.
-            records: Records to store with it, such as the model that it creates.
-
         Raises:
             JournalError: it is not accepted.
         """

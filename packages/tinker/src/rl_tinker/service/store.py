@@ -36,9 +36,6 @@ ENDED_S = 30 * 86400.0
 class Store:
     """Sessions, models, samplers, checkpoints and operations of a server.
 
-    Args:
-        folder: Output folder of the server; it exists.
-
     Raises:
         JournalError: the journal cannot be opened.
     """

@@ -52,14 +52,7 @@ class Listener:
     def __init__(
         self, address: Callable[[int], str], host: str, port: int, *, timeout_s: float, limits: Limits
     ) -> None:
-        """Bind.
-
-        Args:
-            address: Maps the port to the server's address, for error messages.
-            host: Interface to listen at.
-            port: 0 for a free one.
-            timeout_s: Deadline of every send, seconds.
-            limits: Limits of connections.
+        """Bind; port 0 is a free one. `address` maps the port to the server's address, for error messages.
 
         Raises:
             AddressError: the port cannot be bound.

@@ -1,12 +1,6 @@
 """Algorithms: advantage estimators and policy losses, pure functions on ragged data, registered by name."""
 
-from rl_trainer.algorithms.advantages import (
-    ADVANTAGES,
-    AdvantageInput,
-    Estimator,
-    compute_advantages,
-    estimator_named,
-)
+from rl_trainer.algorithms.advantages import ADVANTAGES, AdvantageInput, Estimator, compute_advantages, estimator_named
 from rl_trainer.algorithms.aggregation import Aggregation
 from rl_trainer.algorithms.critic_losses import ValueLossFunction
 from rl_trainer.algorithms.losses import POLICY_LOSSES, PolicyLoss, PolicyLossInput, loss_named

@@ -164,10 +164,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         options={"clip_low": 1.0, "clip_high": 0.28},
     ),
     "sapo": PolicyLoss(
-        source="2511.20347",
-        is_token_local=True,
-        scales_with_advantage=True,
-        options={"tau_pos": 1.0, "tau_neg": 1.05},
+        source="2511.20347", is_token_local=True, scales_with_advantage=True, options={"tau_pos": 1.0, "tau_neg": 1.05}
     ),
     "gmpo": PolicyLoss(source="2507.20673", scales_with_advantage=True, options={"clip_low": 0.4, "clip_high": 0.4}),
     **{

@@ -93,12 +93,7 @@ def high_entropy(entropy: Tensor, loss_mask: Tensor, *, share: float, ranks: Bat
 
 
 def beyond_moment(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    m2_max: float,
-    ranks: BatchRanks | None = None,
+    log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, m2_max: float, ranks: BatchRanks | None = None
 ) -> Tensor:
     """(T,) uint8, 1 at the tokens that M2PO leaves out: arXiv 2510.01161, algorithm 1.
 

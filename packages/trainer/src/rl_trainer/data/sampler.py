@@ -90,13 +90,7 @@ class PromptOrder(Order):
 class MixtureOrder(Order):
     """Mixture sampler: draws a part by weight, then that part's next row; each part has its own epochs."""
 
-    def __init__(
-        self,
-        *,
-        parts: Sequence[str],
-        weights: Mapping[str, float],
-        seed: int,
-    ) -> None:
+    def __init__(self, *, parts: Sequence[str], weights: Mapping[str, float], seed: int) -> None:
         super().__init__()
         self._rows: dict[str, list[int]] = {}
         for index, part in enumerate(parts):
@@ -136,15 +130,7 @@ class CurriculumOrder(Order):
     The position counts rows that were passed over, too.
     """
 
-    def __init__(
-        self,
-        *,
-        num_rows: int,
-        seed: int,
-        low: float,
-        high: float,
-        revisit: float,
-    ) -> None:
+    def __init__(self, *, num_rows: int, seed: int, low: float, high: float, revisit: float) -> None:
         super().__init__()
         self._order = PromptOrder(num_rows=num_rows, seed=seed)
         self._num_rows, self._seed, self._low, self._high, self._revisit = num_rows, seed, low, high, revisit
@@ -189,14 +175,7 @@ class StreamOrder(Order):
     _AHEAD = 64
     _REMEMBERED = 64
 
-    def __init__(
-        self,
-        *,
-        rows: StreamedRows,
-        measure: Measure,
-        longest: int,
-        drops: bool = False,
-    ) -> None:
+    def __init__(self, *, rows: StreamedRows, measure: Measure, longest: int, drops: bool = False) -> None:
         super().__init__()
         self._stream, self._measure, self._longest, self._drops = rows, measure, longest, drops
         self._read: dict[int, tuple[Row, int | str]] = {}

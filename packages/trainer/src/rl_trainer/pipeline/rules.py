@@ -185,10 +185,7 @@ def check_elastic(config: Config, section: ElasticSection, schedule: Schedule) -
         (schedule.settles_before_sync, f"pipeline={config.pipeline}, which waits with all of its memory in use"),
         (config.batch.stream, "batch.stream=true, which learns while it waits"),
         (config.weights.delta, "weights.delta=true: a lent replica misses versions"),
-        (
-            lora is not None and lora.export == LoraExport.ADAPTER,
-            "engine.lora.export=adapter: lent memory is returned",
-        ),
+        (lora is not None and lora.export == LoraExport.ADAPTER, "engine.lora.export=adapter: lent memory is returned"),
         ("://" in (config.weights_transport or ""), "a whole address as weights_transport: it takes two sessions"),
         (size % ranks != 0, f"replicas of {ranks} GPUs, which do not divide engine.world_size={size}"),
     ):

@@ -111,11 +111,7 @@ def fully_async(config: Config) -> Schedule:
     return Schedule(policy=policy, releases_after_sync=True, settles_before_sync=False)
 
 
-SCHEDULES: Mapping[str, FunctionType] = {
-    "sync": sync,
-    "one_step_off": one_step_off,
-    "fully_async": fully_async,
-}
+SCHEDULES: Mapping[str, FunctionType] = {"sync": sync, "one_step_off": one_step_off, "fully_async": fully_async}
 SCHEDULE_GROUP = "rl_trainer.schedules"
 
 

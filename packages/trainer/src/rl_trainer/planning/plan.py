@@ -12,13 +12,7 @@ from rl_trainer import plugins
 from rl_trainer.algorithms.rules import check_algorithm
 from rl_trainer.data.datasets import check_data
 from rl_trainer.errors import PlanError, naming_policy
-from rl_trainer.pipeline.roles import (
-    data_parallel_ranks,
-    is_offloaded,
-    longest_sequence,
-    policies_of,
-    update_barrier,
-)
+from rl_trainer.pipeline.roles import data_parallel_ranks, is_offloaded, longest_sequence, policies_of, update_barrier
 from rl_trainer.pipeline.rules import check_elastic, check_pipeline, check_policies
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.gpus import check_placement

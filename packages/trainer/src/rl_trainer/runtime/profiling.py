@@ -47,12 +47,7 @@ def profile_process(tools: Sequence[str], stem: str) -> list[str]:
 
 
 class ProcessProfiler:
-    """Profiler of one process: `start` and `stop` enclose what is recorded.
-
-    Args:
-        tools: `torch`, `memory`, `nvtx`.
-        stem: Path of the files without their endings.
-    """
+    """Profiler of one process: `start` and `stop` enclose what is recorded."""
 
     def __init__(self, tools: Sequence[str], stem: str) -> None:
         self._tools, self._stem = tools, stem
@@ -109,13 +104,7 @@ def _cuda_memory() -> Any:
 
 
 class Profiles:
-    """Profiles of a run: calls the workers of the roles around each step that is asked for.
-
-    Args:
-        config: Configuration of the run.
-        folder: Folder of the files.
-        roles: By role, what calls `profile(tools, stem)` of its workers and gives their files.
-    """
+    """Profiles of a run: calls `profile(tools, stem)` of the workers of `roles` around each step that is asked for."""
 
     def __init__(
         self, config: Config, folder: Path, roles: dict[str, Callable[[Sequence[str], str], list[str]]]

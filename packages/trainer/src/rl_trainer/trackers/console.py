@@ -143,10 +143,7 @@ def status(console: Console, doing: str) -> Generator[Callable[[str], None]]:
     start, now = time.monotonic(), doing
     if not console.is_terminal:
         console.print(doing, highlight=False)
-    with (
-        console.status(doing) as shown,
-        progress_lines(console, lambda: f"{now}, {time.monotonic() - start:.0f} s"),
-    ):
+    with console.status(doing) as shown, progress_lines(console, lambda: f"{now}, {time.monotonic() - start:.0f} s"):
 
         def tell(what: str) -> None:
             nonlocal now

@@ -59,13 +59,7 @@ def advantage_columns(config: AlgorithmConfig) -> list[str]:
 
 
 def batch_advantages(
-    config: AlgorithmConfig,
-    data: TensorDict,
-    *,
-    whole: Tensor | None,
-    kl_coef: float,
-    seed: int,
-    ranks: BatchRanks,
+    config: AlgorithmConfig, data: TensorDict, *, whole: Tensor | None, kl_coef: float, seed: int, ranks: BatchRanks
 ) -> tuple[dict[str, Tensor], float | None]:
     """Advantages, and the columns that critic or loss read along with them.
 

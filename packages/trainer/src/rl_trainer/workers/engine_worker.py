@@ -12,11 +12,7 @@ import torch
 
 import rl_engine.registry
 import rl_tq.registry
-from rl_trainer.algorithms import (
-    PolicyLossFunction,
-    estimator_named,
-    loss_named,
-)
+from rl_trainer.algorithms import PolicyLossFunction, estimator_named, loss_named
 from rl_trainer.algorithms.advantages import BatchRanks
 from rl_trainer.algorithms.distillation import teacher_columns
 from rl_trainer.algorithms.rollout_correction import drop_rejected, finished_metrics
@@ -108,12 +104,7 @@ class EngineRank:
         self._engine.initialize()
 
     def _forward(
-        self,
-        batch: BatchMeta,
-        columns: Mapping[str, str],
-        *,
-        prompt: str = _PROMPT,
-        writes: bool = True,
+        self, batch: BatchMeta, columns: Mapping[str, str], *, prompt: str = _PROMPT, writes: bool = True
     ) -> BatchMeta:
         """Run a forward pass and write its outputs; `columns` has the column by output, `prompt` that of prompts."""
         data = self._queue.get(batch, [prompt if name == _PROMPT else name for name in self._inputs])

@@ -52,11 +52,7 @@ class RlCkptExtension(rlhf_utils.WorkerExtension):
 
 
 class Receiver:
-    """Receiving end of one worker. Every worker of the server is a separate receiver of the session.
-
-    Args:
-        worker: TensorRT-LLM's, with the extension.
-    """
+    """Receiving end of one worker. Every worker of the server is a separate receiver of the session."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker

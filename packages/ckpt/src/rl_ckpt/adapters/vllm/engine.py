@@ -237,12 +237,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._reload(loader.get_all_weights(self.model_config, self.model))
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], owner: str = "") -> set[str] | None:
-        """Call vLLM's loader; the names of the parameters that it filled, if the model reports them.
-
-        Args:
-            weights: Of a module.
-            owner: Its name; the model's for none.
-        """
+        """Call vLLM's loader; the names of the parameters that it filled, if the model reports them."""
         module = self.model.get_submodule(owner)
         initialize_layerwise_reload(module)
         with _repacked_experts(module):
