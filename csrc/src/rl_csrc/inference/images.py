@@ -10,10 +10,14 @@ features among them. Families:
 
 from __future__ import annotations
 
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from rl_csrc.inference.videos import SECONDS, VIDEO_GRIDS, VIDEO_PIXELS, VideoProcessor, is_video, video_columns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -117,7 +121,7 @@ class GivenPlaceholders:
 
 
 class ImageProcessor:
-    """Image processor of a model folder, with tokens and columns of an image. Calls may come from any thread.
+    """Image and video processor of a model folder, with tokens and columns of each. Calls may come from any thread.
 
     Raises:
         ImportError, OSError, ValueError: transformers cannot load it.
@@ -130,14 +134,21 @@ class ImageProcessor:
             return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
         config, self._processor = load(AutoConfig), load(AutoImageProcessor)
-        self.columns = image_columns(config.to_dict())
-        """Names of an image's columns."""
+        values = config.to_dict()
+        self._image_columns = image_columns(values)
+        self.columns = self._image_columns + video_columns(values)
+        """Names of the columns of images and videos."""
         self.token_id = int(config.image_token_id)
-        """Id of the placeholder."""
+        """Id of an image's placeholder."""
+        self.video_token_id = int(config.video_token_id) if video_columns(values) else None
+        """Id of a video's placeholder; None where the model takes none."""
+        self._folder, self._config = folder, values
         self._side, self._merge = config.vision_config.patch_size, merge_size(config)
         self._options: dict[str, Any] = {}
         self._ends: tuple[int, ...] = ()
-        if config.model_type == "internvl":
+        if self.video_token_id is not None:
+            self._tokenizer = load(AutoTokenizer)
+        elif config.model_type == "internvl":
             tokenizer, self._options = load(AutoTokenizer), {"crop_to_patches": True}
             self._ends = tokenizer.start_image_token_id, tokenizer.end_image_token_id
         elif SIZES in self.columns:
@@ -145,10 +156,52 @@ class ImageProcessor:
             self._ends = tuple(load(AutoTokenizer).convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"]))
         self._num_features = tile_features(config) if self.columns == (PIXELS,) else 0
 
+    @cached_property
+    def _videos(self) -> VideoProcessor:
+        def encode(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+        return VideoProcessor(self._folder, self._config, encode)
+
+    def placeholder(self, url: str) -> int:
+        """Placeholder id of an image or a video.
+
+        Raises:
+            ValueError: it is a video, and the model takes none.
+        """
+        if not is_video(url):
+            return self.token_id
+        if self.video_token_id is None:
+            raise ValueError(
+                f"models of type {self._config['model_type']!r} take no videos here; give frames as images"
+            )
+        return self.video_token_id
+
+    def runs(self, urls: Sequence[str], runs: Sequence[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:
+        """Tokens of images and videos by the id of their placeholder, each kind in its order."""
+        found: dict[int, list[tuple[int, ...]]] = {self.token_id: []}
+        for url, run in zip(urls, runs, strict=True):
+            found.setdefault(self.placeholder(url), []).append(run)
+        return found
+
+    def read_video(self, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """Tokens of a video, and the values of its columns.
+
+        Raises:
+            ValueError: see `VideoProcessor.read`; the model takes no videos.
+        """
+        self.placeholder(url)
+        return self._videos.read(url)
+
+    def num_video_tokens(self, url: str) -> int:
+        """Tokens of a video, whose frames are not decoded; raises as `read_video`."""
+        self.placeholder(url)
+        return len(self._videos.sampled(url)[1].tokens)
+
     def read(self, image: Any) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """Tokens of a PIL image in RGB, and the values of its columns."""
         found = self._processor(images=[image], return_tensors="pt", **self._options)
-        values = {name: torch.as_tensor(found[name]) for name in self.columns}
+        values = {name: torch.as_tensor(found[name]) for name in self._image_columns}
         values[PIXELS] = values[PIXELS].float()
         if GRIDS in values:
             return (self.token_id,) * (int(values[GRIDS].prod()) // self._merge**2), values
@@ -168,17 +221,48 @@ class ImageProcessor:
 
         return len(self.read(Image.new("RGB", (width, height)))[0])
 
-    def join(self, images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Columns of a row with these images, of which there may be none."""
+    def join(self, media: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Columns of a row with these images and videos, of which there may be none."""
+        return {
+            name: torch.cat([self._empty[name], *(each[name] for each in media if name in each)])
+            for name in self.columns
+        }
+
+    @cached_property
+    def _empty(self) -> dict[str, Tensor]:
+        """Columns of a row without an image."""
         from PIL import Image
 
-        if images:
-            return {name: torch.cat([image[name] for image in images]) for name in self.columns}
-        return {name: value[:0] for name, value in self.read(Image.new("RGB", (64, 64)))[1].items()}
+        none = {name: value[:0] for name, value in self.read(Image.new("RGB", (64, 64)))[1].items()}
+        if self.video_token_id is not None:
+            none |= {VIDEO_PIXELS: none[PIXELS], VIDEO_GRIDS: none[GRIDS], SECONDS: torch.empty(0)}
+        return none
+
+
+def rope_positions(trunk: Any, ids: Tensor, kinds: Tensor, sizes: Mapping[str, Tensor]) -> Tensor:
+    """`[3, T]` positions (time, height, width) of one row, for models with `get_rope_index`.
+
+    The text after a video starts beyond all positions of the video (2409.12191), as in inference servers. In
+    transformers 5.23 it starts beyond the height and width alone, at positions that later frames have too.
+
+    Args:
+        trunk: The base model, of transformers.
+        ids: `[T]` int64.
+        kinds: `[T]` int32: 1 where a token is of an image, 2 of a video, else 0.
+        sizes: Columns of grids, and of seconds, those that the row has.
+    """
+    positions = trunk.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **sizes)[0][:, 0]
+    ends = (kinds.diff() != 0).nonzero()[:, 0].add(1).tolist()
+    for start, end in pairwise([0, *ends]):
+        if kinds[start] == 2:
+            positions[:, end:] += (positions[:, start:end].max() + 1 - positions[:, end].min()).clamp_min(0)
+    return positions
 
 
 def image_arguments(columns: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
     """Keyword arguments of the model for images in these columns; `side` is the pixels of a patch's side."""
+    if GRIDS in columns:  # of the kinds that there are; positions are made elsewhere
+        return {name: value for name, value in columns.items() if len(value) and name != SECONDS}
     if SIZES not in columns:
         return dict(columns)
     return {**columns, PIXELS: from_patches(columns[PIXELS], columns[SIZES], side)}

@@ -281,7 +281,7 @@ def tokenize_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[tuple
     Raises:
         TemplateError, RowError: see `messages_of`, `take_images` and `render_prompt`.
     """
-    messages, images = take_images(messages_of(row), row)
+    messages, images = take_images(messages_of(row), row, takes_videos=takes_videos(tokenizer))
     return render_prompt(tokenizer, messages), images
 
 
@@ -296,7 +296,7 @@ def tokenize_prompts(
     for start in range(0, len(rows), ROWS_AT_ONCE):
         chunk = rows[start : start + ROWS_AT_ONCE]
         try:
-            found = [take_images(messages_of(row), row) for row in chunk]
+            found = [take_images(messages_of(row), row, takes_videos=takes_videos(tokenizer)) for row in chunk]
             if any(images for _, images in found):
                 raise RowError("images are counted row by row")
             conversations: list[Any] = [with_arguments(tokenizer, messages) for messages, _ in found]
@@ -424,11 +424,26 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         raise TokenizerError("loading a tokenizer needs transformers: pip install 'rl-agent[hf]'") from error
     is_pipeline = Path(model_path, "model_index.json").is_file() and not Path(model_path, "config.json").is_file()
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(
             model_path, subfolder="tokenizer" if is_pipeline else "", trust_remote_code=False
         )
+        tokenizer.takes_videos = _is_of_videos(Path(model_path, "config.json"))
+        return tokenizer
     except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"no tokenizer can be loaded from {model_path!r}: {error}") from error
+
+
+def takes_videos(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer's model takes videos; others get their frames as images. See `load_tokenizer`."""
+    return bool(getattr(tokenizer, "takes_videos", False))
+
+
+def _is_of_videos(config: Path) -> bool:
+    """Whether a `config.json` is of a model that takes videos: see `rl_csrc.inference.videos.video_columns`."""
+    if not config.is_file():
+        return False
+    kind = str(json.loads(config.read_text()).get("model_type")).removesuffix("_moe")
+    return kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

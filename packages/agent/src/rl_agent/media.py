@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from rl_agent.types import Message
 
 
-def take_images(messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
-    """Extract the images of messages; returns messages for a chat template, and the images as data URLs.
+def take_images(
+    messages: Sequence[Message], row: Mapping[str, Any], *, takes_videos: bool = False
+) -> tuple[list[Message], tuple[str, ...]]:
+    """Extract images and videos of messages; returns messages for a chat template, and data URLs in their order.
 
     Parts of a message's content may be `{"type": "image"}`, which stands for the next of the row's `images`, the same
     with the image itself under `image`, and `{"type": "image_url", "image_url": {"url": ...}}`. In the same way
-    `video`, `videos` and `video_url`: frames of it, as many as `nframes` of the part says (8), each an image in its
-    place.
+    `video`, `videos` and `video_url`. A model that `takes_videos` gets the video (see `video_url`), another one frames
+    of it, as many as `nframes` of the part says (8), each an image in its place.
 
     Raises:
         RowError: there are more images or videos than places for them, or fewer, or something is none.
@@ -48,6 +50,10 @@ def take_images(messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[li
                 raise RowError(
                     f"the messages have more places for {kind}s than the {len(given[kind])} {kind}s of the row"
                 )
+            if kind == "video" and takes_videos:
+                taken.append(video_url(medium, fps=part.get("fps"), num_frames=part.get("nframes")))
+                parts.append({"type": "video"})
+                continue
             shown = (data_url(medium),) if kind == "image" else frame_urls(medium, part.get("nframes", NUM_FRAMES))
             taken += shown
             parts += [{"type": "image"}] * len(shown)
@@ -70,19 +76,15 @@ def _kind_of(part: Any) -> str | None:
     return {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}.get(name or "")
 
 
-def _is_image(part: Any) -> bool:
-    return _kind_of(part) == "image"
-
-
 def count_images(messages: Sequence[Message]) -> int:
-    """Number of image placeholders in messages from `take_images`."""
-    return sum(_is_image(part) for message in messages for part in _parts(message))
+    """Number of placeholders of images and videos in messages from `take_images`."""
+    return sum(_kind_of(part) is not None for message in messages for part in _parts(message))
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Messages without their image placeholders."""
+    """Messages without their placeholders of images and videos."""
     return [
-        {**message, "content": [part for part in _parts(message) if not _is_image(part)]}
+        {**message, "content": [part for part in _parts(message) if _kind_of(part) is None]}
         if count_images([message])
         else message
         for message in messages
@@ -128,13 +130,68 @@ NUM_FRAMES = 8
 """Default number of frames of a video."""
 
 
+def video_url(video: Any, *, fps: Any = None, num_frames: Any = None) -> str:
+    """Encode a video as a data URL, its bytes unchanged: see `rl_csrc.inference.videos`.
+
+    Args:
+        video: The bytes of a video file, its path or `file://` URL, a `data:video/` URL, its frames, each as `data_url`
+            takes it, or `{"bytes", "path"}`, as the datasets package stores videos.
+        fps: Frames per second to sample of a file, or the rate of given frames; None: as the model's processor says.
+        num_frames: Number of frames to sample; None leaves it to the rate.
+
+    Raises:
+        RowError: it is no video, or a number is not positive.
+    """
+    for name, value in (("fps", fps), ("nframes", num_frames)):
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise RowError(f"{name} of a video is {value!r}; a positive number is needed")
+    if num_frames is not None and type(num_frames) is not int:
+        raise RowError(f"nframes of a video is {num_frames!r}; a whole number is needed")
+    options = "".join(f";{name}={value}" for name, value in (("fps", fps), ("nframes", num_frames)) if value)
+    if frames := _frames_in(video):
+        return f"data:video/jpeg{options};base64,{','.join(data_url(each).partition(',')[2] for each in frames)}"
+    if isinstance(video, str) and video.startswith("data:video/") and (options or ";base64," in video):
+        head, _, data = video.partition(",")
+        return f"{head.removesuffix(';base64')}{options};base64,{data}"
+    return f"data:video/mp4{options};base64,{base64.b64encode(_video_bytes(video)).decode()}"
+
+
+def _frames_in(video: Any) -> Sequence[Any]:
+    """Frames of a video that is a list of them; empty if it is something else."""
+    return cast("Sequence[Any]", video) if isinstance(video, Sequence) and not isinstance(video, str | bytes) else ()
+
+
+def _video_bytes(video: Any) -> bytes:
+    """Bytes of a video file.
+
+    Raises:
+        RowError: it is none.
+    """
+    if isinstance(video, Mapping):  # a video column of the datasets package
+        fields = cast("Mapping[str, Any]", video)
+        video = fields.get("bytes") or fields.get("path")
+    if isinstance(video, bytes):
+        return video
+    if isinstance(video, str) and video.startswith("data:video/"):
+        try:
+            return base64.b64decode(video.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise RowError(f"video {video!r:.80} is not base64: {error}") from error
+    if isinstance(video, str) and not video.startswith(("http:", "https:")):
+        path = video.removeprefix("file://")
+        if os.path.isfile(path):  # noqa: PTH113 - long text
+            return Path(path).read_bytes()
+    raise RowError(
+        f"video {video!r:.80} is not a data URL, bytes, a file here or a list of frames; nothing is downloaded"
+    )
+
+
 def frame_urls(video: Any, num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
     """Frames of a video as data URLs, in order: first, last, and evenly spaced ones between.
 
     Args:
-        video: The bytes of a video file, its path, a `data:video/` URL, or its frames themselves, each as `data_url`
-            takes it. Frames of a file are decoded by PyAV (`pip install 'rl-agent[videos]'`) and written as PNG, which
-            loses nothing.
+        video: As `video_url` takes it. Frames of a file are decoded by PyAV (`pip install 'rl-agent[videos]'`) and
+            written as PNG, which loses nothing.
         num_frames: At most; a shorter video gives all that it has.
 
     Raises:
@@ -142,21 +199,9 @@ def frame_urls(video: Any, num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
     """
     if type(num_frames) is not int or num_frames < 1:
         raise RowError(f"nframes of a video is {num_frames!r}; a positive number of frames is needed")
-    if isinstance(video, bytes):
-        return _decoded(video, num_frames)
-    if isinstance(video, str) and video.startswith("data:video/"):
-        try:
-            return _decoded(base64.b64decode(video.partition(",")[2], validate=True), num_frames)
-        except binascii.Error as error:
-            raise RowError(f"video {video!r:.80} is not base64: {error}") from error
-    if isinstance(video, str) and not video.startswith(("http:", "https:")) and os.path.isfile(video):  # noqa: PTH113
-        return _decoded(Path(video).read_bytes(), num_frames)
-    if isinstance(video, Sequence) and not isinstance(video, str) and video:
-        frames = cast("Sequence[Any]", video)
+    if frames := _frames_in(video):
         return tuple(data_url(frames[index]) for index in _chosen(len(frames), num_frames))
-    raise RowError(
-        f"video {video!r:.80} is not a data URL, bytes, a file here or a list of frames; nothing is downloaded"
-    )
+    return _decoded(_video_bytes(video), num_frames)
 
 
 def _chosen(length: int, count: int) -> list[int]:

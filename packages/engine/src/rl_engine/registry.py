@@ -172,6 +172,7 @@ def describe_model(folder: str | Path) -> ModelFacts:
     from rl_csrc.inference.decoder import longrope_limit  # imports torch
     from rl_csrc.inference.folder_tokens import read_model_config
     from rl_csrc.inference.images import image_columns, why_blind
+    from rl_csrc.inference.videos import video_columns
 
     try:
         values = read_model_config(folder)
@@ -182,7 +183,9 @@ def describe_model(folder: str | Path) -> ModelFacts:
     columns = image_columns(values) + (AUDIO if takes_audio(values) else ())
     return ModelFacts(
         config=config,
-        image_columns=columns if any((Path(folder) / name).is_file() for name in _IMAGE_PROCESSORS) else (),
+        image_columns=columns + video_columns(values)
+        if any((Path(folder) / name).is_file() for name in _IMAGE_PROCESSORS)
+        else (),
         why_blind=f"it has no {_IMAGE_PROCESSORS[0]}" if columns else why_blind(values),
         longrope_limit=longrope_limit(rope, config.get("original_max_position_embeddings")),
     )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from csrc.tests.support.video_reference import positions_of
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -125,6 +126,9 @@ def oracle(folder, rows):
             seen |= {"pixel_values_videos": videos[0].double(), "video_grid_thw": torch.tensor(videos[1])}
             seen |= {} if videos[2] is None else {"second_per_grid_ts": videos[2]}
         kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        per_second = getattr(model.config.vision_config, "tokens_per_second", None)
+        if per_second:  # transformers' own have text overlap with the frames of a video
+            seen["position_ids"] = positions_of(kinds[0].tolist(), seen, per_second)[:, None]
         logits = model(ids, mm_token_type_ids=kinds, **seen).logits[0, len(prompt) - 1 : -1]
         found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
     (-torch.cat(found).mean()).backward()

@@ -1,8 +1,9 @@
-"""Image preprocessing of prompts, for the families of `rl_csrc.inference.images`.
+"""Image and video preprocessing of prompts, for the families of `rl_csrc.inference.images`.
 
-In a prompt an image is a run of tokens, with a placeholder for each feature of the vision tower. Callers give one
-placeholder per image, or whole runs. Here each image is decoded, prepared by the model's own processor, and its
-placeholder is expanded. Every backend uses the result, so that all of them see the same prompt.
+In a prompt an image is a run of tokens, with a placeholder for each feature of the vision tower, and so is a video, by
+another placeholder. Callers give one placeholder per image, or whole runs. Here each is decoded, prepared by the
+model's own processor, and its placeholder is expanded. Every backend uses the result, so that all of them see the same
+prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_csrc.inference.images import ImageProcessor
+from rl_csrc.inference.videos import is_video
 from rl_rollout.errors import RequestError
 from rl_rollout.types import expand_runs
 
@@ -30,16 +32,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedImages:
-    """Prepared images of one prompt of P tokens."""
+    """Prepared images and videos of one prompt of P tokens."""
 
     urls: tuple[str, ...]
-    """Data URL of each image."""
+    """Data URL of each."""
     given_ids: tuple[int, ...]
     """[P] prompt token ids; -1 where a model sampled the token: a sampled placeholder represents no image."""
     columns: dict[str, Tensor]
-    """Columns of all images, end to end: see `rl_csrc.inference.images.image_columns`."""
+    """Columns of all, each kind end to end: see `rl_csrc.inference.images.image_columns`, `videos.video_columns`."""
     spans: tuple[tuple[int, int], ...]
-    """[start, end) of each image's run among the P tokens."""
+    """[start, end) of each one's run among the P tokens."""
 
 
 class ImagePreparer:
@@ -51,35 +53,47 @@ class ImagePreparer:
 
     def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
-        self.token_id = processor.token_id
+        self.token_id, self.video_token_id = processor.token_id, processor.video_token_id
+        self.token_ids = [kind for kind in (self.token_id, self.video_token_id) if kind is not None]
+        """Placeholder ids of images and videos."""
 
     def prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages]:
-        """Expand the image placeholders of a request, and prepare its images.
+        """Expand the placeholders of a request, and prepare its images and videos.
 
         Raises:
             RequestError: an image cannot be read, the number of placeholders does not fit the images, the prompt ends
                 with one, or outputs about the prompt are asked for, which an image prompt does not have.
         """
         given = _given(request.prompt_token_ids, request.sampled_spans)
-        if given[-1] == self.token_id:
+        if given[-1] == self.token_id or (request.has_videos and given[-1] == self.video_token_id):
             raise RequestError(f"request {request.request_id!r}: the prompt ends with an image; let a token follow it")
         if request.returns_prompt_logprobs:
             raise RequestError(
                 f"request {request.request_id!r}: of a prompt with images, returns_prompt_logprobs cannot be had; "
                 "leave it out"
             )
-        read = [self._processor.read(_decoded(request.request_id, i, url)) for i, url in enumerate(request.images)]
+        read = [self._read(request.request_id, i, url) for i, url in enumerate(request.images)]
         runs, columns = [run for run, _ in read], [values for _, values in read]
-        owner = f"request {request.request_id!r}"
-        ids, _ = expand_runs(owner, request.prompt_token_ids, given, self.token_id, runs)
-        given, _ = expand_runs(owner, given, given, self.token_id, runs)
+        owner, by_kind = f"request {request.request_id!r}", self._processor.runs(request.images, runs)
+        ids, _ = expand_runs(owner, request.prompt_token_ids, given, by_kind)
+        given, _ = expand_runs(owner, given, given, by_kind)
+        spans = {kind: iter(_spans(request.request_id, given, kind, of_kind)) for kind, of_kind in by_kind.items()}
         prepared = PreparedImages(
             urls=request.images,
             given_ids=given,
             columns=self._processor.join(columns),
-            spans=_spans(request.request_id, given, self.token_id, runs),
+            spans=tuple(next(spans[self._processor.placeholder(url)]) for url in request.images),
         )
         return replace(request, prompt_token_ids=ids, sampled_spans=()), prepared
+
+    def _read(self, request_id: str, index: int, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """Tokens of an image or a video, and the values of its columns."""
+        if not is_video(url):
+            return self._processor.read(_decoded(request_id, index, url))
+        try:
+            return self._processor.read_video(url)
+        except (OSError, ValueError) as error:
+            raise RequestError(f"request {request_id!r}: image {index} is a video: {error}") from error
 
     def check_blind(self, request: GenerateRequest) -> None:
         """Check that a request without images has no image placeholder in its prompt.
@@ -87,11 +101,13 @@ class ImagePreparer:
         Raises:
             RequestError: it has one.
         """
-        if not request.images and self.token_id in _given(request.prompt_token_ids, request.sampled_spans):
-            raise RequestError(
-                f"request {request.request_id!r}: the prompt has places for images (token {self.token_id}) and the "
-                "request none; give `images`"
-            )
+        given = () if request.images else _given(request.prompt_token_ids, request.sampled_spans)
+        for token_id in self.token_ids:
+            if token_id in given:
+                raise RequestError(
+                    f"request {request.request_id!r}: the prompt has places for images (token {token_id}) and the "
+                    "request none; give `images`"
+                )
 
 
 def load_preparer(model_path: str) -> ImagePreparer | None:

@@ -147,10 +147,16 @@ class GenerateRequest:
     adapter: str | None = None
     """Name of the LoRA adapter that generates; None: the base model."""
     images: tuple[str, ...] = ()
-    """Data URLs of encoded images, in the order of their placeholders. See `Capabilities.takes_images`."""
+    """Data URLs of encoded images and videos, in the order of their placeholders. See `Capabilities.takes_images` and
+    `takes_videos`; `rl_csrc.inference.videos` for those of videos."""
     sampled_spans: tuple[tuple[int, int], ...] = ()
     """Ascending [start, end) spans of the prompt that a model sampled: earlier turns, or a completion that is resumed.
     A sampled placeholder is a token like any other, and represents no image."""
+
+    @property
+    def has_videos(self) -> bool:
+        """Whether videos are among its images."""
+        return any(url.startswith("data:video/") for url in self.images)
 
     @property
     def has_extras(self) -> bool:
@@ -303,7 +309,9 @@ class Capabilities:
     has_adapters: bool = False
     """Whether it supports `GenerateRequest.adapter`."""
     takes_images: bool = False
-    """Whether it supports `GenerateRequest.images`."""
+    """Whether it supports images in `GenerateRequest.images`."""
+    takes_videos: bool = False
+    """Whether it supports videos in `GenerateRequest.images`."""
     num_receivers: int = 1
     """Number of weight receivers that one `update_weights` opens, one on each rank of the server: a sender waits for
     exactly so many."""
@@ -447,27 +455,27 @@ def placeholder_repeats(owner: str, given: Sequence[int], token_id: int, counts:
 
 
 def expand_runs(
-    owner: str, ids: Sequence[int], given: Sequence[int], token_id: int, runs: Sequence[tuple[int, ...]]
+    owner: str, ids: Sequence[int], given: Sequence[int], runs: Mapping[int, Sequence[tuple[int, ...]]]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Token ids with each image's placeholder as the image's run, and how many tokens each of `ids` became.
+    """Token ids with each placeholder as the run of its image or video, and how many tokens each of `ids` became.
 
     Args:
         owner: Name of the request or trajectory, for the error.
-        ids: Token ids, with one placeholder per image or with whole runs.
+        ids: Token ids, with one placeholder per image or video, or with whole runs.
         given: `ids`, with -1 where a model sampled one.
-        token_id: Id of the placeholder.
-        runs: Tokens of each image, placeholders among them.
+        runs: By the id of their placeholder, the tokens of each image or video, placeholders among them.
 
     Raises:
         RequestError: the number of placeholders is neither that of the images nor that of their runs.
     """
-    placeholder_repeats(owner, given, token_id, [run.count(token_id) for run in runs])
-    starts = [index for index, token in enumerate(given) if token == token_id]
-    if len(starts) != len(runs):
-        return tuple(ids), [1] * len(ids)
-    firsts = [start - run.index(token_id) for start, run in zip(starts, runs, strict=True)]
-    if all(tuple(given[first : first + len(run)]) == run for first, run in zip(firsts, runs, strict=True)):
-        return tuple(ids), [1] * len(ids)
-    parts = dict(zip(starts, runs, strict=True))
+    parts: dict[int, tuple[int, ...]] = {}
+    for token_id, of_kind in runs.items():
+        placeholder_repeats(owner, given, token_id, [run.count(token_id) for run in of_kind])
+        starts = [index for index, token in enumerate(given) if token == token_id]
+        if len(starts) != len(of_kind):
+            continue
+        firsts = [start - run.index(token_id) for start, run in zip(starts, of_kind, strict=True)]
+        if any(tuple(given[first : first + len(run)]) != run for first, run in zip(firsts, of_kind, strict=True)):
+            parts |= dict(zip(starts, of_kind, strict=True))
     expanded = [parts.get(index, (token,)) for index, token in enumerate(ids)]
     return tuple(token for part in expanded for token in part), [len(part) for part in expanded]

@@ -16,7 +16,7 @@ from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
 from rl_trainer.checkpoints import folder_of, queue_snapshot
 from rl_trainer.config.schema import ENGINE_POOL
-from rl_trainer.data import shows_images
+from rl_trainer.data import shows_images, shows_videos
 from rl_trainer.data.sampler import make_prompts
 from rl_trainer.pipeline import ema_reference
 from rl_trainer.pipeline.components import Components
@@ -153,10 +153,12 @@ def place(
     job = open_job(config, runtime, model_path, state, output_dir)
     jobs = [job_of_policy(job, name, own) for name, own in policies_of(config).items()]
     started = [start_in_turn(own) for own in jobs]
-    has_images = any(shows_images(row) for row in (*datasets.train, *datasets.eval))
+    rows = (*datasets.train, *datasets.eval)
+    has_images = any(map(shows_images, rows))
+    has_videos = model_facts(model_path).takes_videos and any(map(shows_videos, rows))
     for own, (_, servers) in zip(jobs, started, strict=True):
         for can in servers.capabilities:
-            check_started(own.config, can, has_images=has_images)
+            check_started(own.config, can, has_images=has_images, has_videos=has_videos)
     agents = create_agents(jobs, started)
     prompts = create_prompts(job, datasets, agents)
     queue = rl_tq.registry.connect(job.queue_address, timeout_s=config.timeout_s)

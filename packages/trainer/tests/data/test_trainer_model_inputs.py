@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import rl_agent.registry
 from rl_agent.types import AgentLoopOutput
+from rl_engine.registry import describe_model
 from rl_rollout.testing import write_tiny_model, write_tiny_vl_model
 from rl_trainer.checkpoints import RunState
 from rl_trainer.config import load_config
@@ -156,7 +157,8 @@ def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, mo
         "rollout_logprobs",
         "old_logprobs",
     ]
-    data = components.queue.get(scored, [*names, "ref_logprobs"])
+    videos = [name for name in describe_model(model).image_columns if name not in names]  # no row has one
+    data = components.queue.get(scored, [*names, *videos, "ref_logprobs"])
     grids = data["image_grid_thw"].unbind()
     assert [len(grid) for grid in grids] == [2 if loop == "tool" else 1] * 4
     for prompt, completion, mask, grid, pixels in zip(
@@ -175,7 +177,7 @@ def test_the_engine_sees_the_images_of_prompts_and_of_tools(tmp_path, placed, mo
     assert (wrote == place).any(), "the model drew a placeholder, which is a token like any other"
     assert lead(data["old_logprobs"]).abs().max() < 1e-4
     torch.testing.assert_close(data["ref_logprobs"].values(), data["old_logprobs"].values())
-    other = data.select(*names[:6]).clone()
+    other = data.select(*names[:6], *videos).clone()
     other["pixel_values"] = torch.nested.nested_tensor_from_jagged(
         -2 * data["pixel_values"].values(), data["pixel_values"].offsets()
     )

@@ -5,12 +5,15 @@ import io
 import json
 import random
 
+import numpy as np
 import pytest
+from csrc.tests.support.video_reference import encoded, url_of_file
 from PIL import Image
 from rich.console import Console
 
 from rl_rollout.testing import write_tiny_vl_model
 from rl_trainer.config import load_config
+from rl_trainer.errors import TrainerError
 from rl_trainer.run import run
 
 pytestmark = pytest.mark.process
@@ -31,15 +34,22 @@ def picture(colour, draw):
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def trained(folder, steps, *overrides, column="images", **model):
-    """The summary and the records of a run; a video is one of three pictures, of which two are shown."""
+def film(colour, draw):
+    """A data URL of an mp4 file of six frames at three a second."""
+    frames = [np.full((16, 16, 3), COLOURS[colour], np.int64) + draw.randint(-30, 30) for _ in range(6)]
+    return url_of_file(encoded(np.stack(frames).clip(0, 255).astype(np.uint8), rate=3))
+
+
+def trained(folder, steps, *overrides, column="images", rows=None, **model):
+    """The summary and the records of a run; a video is three pictures, of which two are shown, or a file of them."""
     draw = random.Random(0)
     place = {"type": "image"} if column == "images" else {"type": "video", "nframes": 2}
+    made = {"images": picture, "videos": lambda *seen: [picture(*seen) for _ in range(3)], "files": film}[column]
     content = [place, {"type": "text", "text": "colour?"}]
-    rows = [
+    rows = rows or [
         {
             "prompt": [{"role": "user", "content": content}],
-            column: [picture(colour, draw) if column == "images" else [picture(colour, draw) for _ in range(3)]],
+            "images" if column == "images" else "videos": [made(colour, draw)],
             "data_source": "colours",
             "reward_model": {"ground_truth": colour},
         }
@@ -58,13 +68,33 @@ def trained(folder, steps, *overrides, column="images", **model):
     return summary, [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("column", ["images", pytest.param("videos", marks=pytest.mark.slow)])
-def test_a_step_on_images_and_on_the_frames_of_videos(tmp_path, column):
-    summary, records = trained(tmp_path, 1, column=column)
-    assert (summary["steps"], summary["rows_too_long"]) == (1, 0)
-    metrics = records[1]["metrics"]
-    assert metrics["grad_norm"] > 0
-    assert metrics["mismatch_abs"] < 1e-4
+@pytest.mark.parametrize(
+    ("column", "family"),
+    [
+        ("images", "qwen2_5_vl"),
+        ("files", "qwen2_5_vl"),
+        ("files", "qwen3_vl"),
+        ("videos", "qwen3_5"),
+        ("files", "llava"),
+    ],
+)
+def test_steps_on_images_and_videos(tmp_path, column, family):
+    """LLaVA sees the frames of a video as images, the others the video; the second step follows a weight sync."""
+    summary, records = trained(tmp_path, 2, "engine.optimizer.lr=1e-2", column=column, family=family)
+    assert (summary["steps"], summary["rows_too_long"]) == (2, 0)
+    for record in records[1:]:
+        assert record["metrics"]["grad_norm"] > 0
+        assert record["metrics"]["mismatch_abs"] < 1e-4
+
+
+def test_a_video_that_cannot_be_read_is_refused_with_its_row(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": [{"type": "video"}]}], "videos": [url], "data_source": "colours",
+         "reward_model": {"ground_truth": "red"}}
+        for url in (film("red", random.Random(0)), "data:video/mp4;base64,AAAA")
+    ]  # fmt: skip
+    with pytest.raises(TrainerError, match=r"rows.jsonl, row 2: .*a video of 3 bytes cannot be decoded"):
+        trained(tmp_path, 1, "data.eval_size=1", rows=rows)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "llava", "internvl", "mistral3"])

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from playwright.async_api import Error, async_playwright
 
-from rl_agent.chat_template import messages_of
+from rl_agent.chat_template import messages_of, takes_videos
 from rl_agent.errors import FailureError, RowError, ToolError
 from rl_agent.loops.tool import ToolLoop
 from rl_agent.media import data_url, take_images
@@ -106,7 +106,7 @@ class GuiLoop(ToolLoop):
         shown = await (
             self._browser.preview(url, html) if session_id is None else self._browser.open(session_id, url, html)
         )
-        return take_images(_with_page(messages, shown, self._escaped), row)
+        return take_images(_with_page(messages, shown, self._escaped), row, takes_videos=takes_videos(self.tokenizer))
 
     async def run(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
         """Run one row.

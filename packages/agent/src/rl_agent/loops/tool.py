@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rl_agent.base import AgentLoop
-from rl_agent.chat_template import TurnTemplate, messages_of
+from rl_agent.chat_template import TurnTemplate, messages_of, takes_videos
 from rl_agent.errors import RowError
 from rl_agent.media import take_images
 from rl_agent.registry import create_grader, load_plugin
@@ -106,13 +106,13 @@ class ToolLoop(AgentLoop):
             FailureError: a generation was aborted before its first token, or a tool's own machinery failed.
         """
         names = self._names_of(row)
-        messages, images = take_images(messages_of(row), row)
+        messages, images = take_images(messages_of(row), row, takes_videos=takes_videos(self.tokenizer))
         session, metrics, fields = await self._converse(messages, names, sampling_params, uuid4().hex, images)
         return session.finish(metrics=metrics, extra_fields=fields)
 
     async def prompt(self, row: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Token ids and images of the prompt, schemas of the row's tools included."""
-        messages, images = take_images(messages_of(row), row)
+        messages, images = take_images(messages_of(row), row, takes_videos=takes_videos(self.tokenizer))
         return self._template_of(self._names_of(row)).prompt(messages), images
 
     async def _converse(

@@ -29,6 +29,7 @@ from rl_csrc.inference.images import (
     image_arguments,
     image_columns,
     merge_size,
+    rope_positions,
     tile_features,
 )
 from rl_engine.batch.packed import to_device
@@ -93,7 +94,7 @@ class MultimodalInputs:
 
     def passes_for(self, batch: RowBatch) -> int:
         """Runs that this rank's rows need in one micro-batch."""
-        return max(1, sum(batch.has(kind.grids) for kind in MODALITIES))
+        return max(1, sum(batch.has(kind.grids) and len(batch.ragged(kind.grids)[0]) > 0 for kind in MODALITIES))
 
     def passes_in(self, rows: PackedRows) -> int:
         """Runs that a micro-batch needs itself."""
@@ -172,11 +173,7 @@ class MultimodalInputs:
         kinds = torch.zeros_like(given_ids, dtype=torch.int32)
         for code, token_id in self._token_ids.items():
             kinds[given_ids == token_id] = code
-        mask = torch.ones_like(given_ids)
-        positions, _ = self._trunk.get_rope_index(
-            given_ids[None], mm_token_type_ids=kinds[None], attention_mask=mask[None], **sizes
-        )
-        return positions[:, 0].T
+        return rope_positions(self._trunk, given_ids, kinds, sizes).T
 
     def arguments(self, rows: PackedRows) -> dict[str, Any]:
         """Keyword arguments of the model: positions (3, 1, T), and the images and videos where there are any."""

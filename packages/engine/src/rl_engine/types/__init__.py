@@ -555,7 +555,7 @@ class ModelFacts:
     config: Mapping[str, Any]
     """Values of `config.json`; of a multimodal model, those of its language model are on top."""
     image_columns: tuple[str, ...]
-    """Columns of images and sounds that it takes; empty where it takes none, or the folder has no image processor."""
+    """Columns of images, videos and sounds that it takes; empty where it takes none, or there is no image processor."""
     why_blind: str
     """Why it takes no images, a clause that names its family."""
     longrope_limit: int | None
@@ -572,6 +572,11 @@ class ModelFacts:
     def takes_audio(self) -> bool:
         """Whether it takes sounds."""
         return "audio_feature_lengths" in self.image_columns
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether it takes videos; where it does not, their frames are images."""
+        return "video_grid_thw" in self.image_columns
 
 
 class FolderTokens(Protocol):

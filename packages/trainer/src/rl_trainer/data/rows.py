@@ -31,7 +31,6 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 _GSM8K_ANSWER = re.compile(r"####\s*(\S.*)\s*$")
-_SEEN = ("image", "image_url", "video", "video_url")
 GSM8K_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -234,9 +233,18 @@ def checked(record: Mapping[str, Any], where: str) -> Row:
 
 
 def shows_images(row: Row) -> bool:
-    """Whether the prompt has images, or frames of videos, which reach the model as images."""
+    """Whether the prompt has images or videos."""
+    return _has_parts(row, ("image", "image_url", "video", "video_url"))
+
+
+def shows_videos(row: Row) -> bool:
+    """Whether the prompt has videos."""
+    return _has_parts(row, ("video", "video_url"))
+
+
+def _has_parts(row: Row, kinds: tuple[str, ...]) -> bool:
     parts = (part for message in row["prompt"] if isinstance(message["content"], list) for part in message["content"])
-    return any(part.get("type", "text") in _SEEN for part in parts if isinstance(part, dict))
+    return any(part.get("type", "text") in kinds for part in parts if isinstance(part, dict))
 
 
 def _from_gsm8k(record: Mapping[str, Any], where: str, template: str) -> Row:

@@ -355,6 +355,13 @@ _IMAGES = _Need(
     is_known_early=False,
 )
 
+_VIDEOS = _Need(
+    lambda _: True,
+    lambda can: can.takes_videos,
+    "takes no videos, and rows of the data have some; choose another backend, or give frames as images",
+    is_known_early=False,
+)
+
 
 def check_backends(config: Config) -> list[tuple[str, str]]:
     """Check the backends' settings and capabilities; returns lines of the plan.
@@ -446,13 +453,13 @@ def _has_votes(config: Config) -> bool:
     return has_votes(address_of(config.weights_transport, "plan", ("127.0.0.1", 1)))
 
 
-def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:
+def check_started(config: Config, can: Capabilities, *, has_images: bool, has_videos: bool = False) -> None:
     """Check the capabilities of a started server.
 
     Raises:
         ConfigError: less than is asked for.
     """
-    _require(config, can, [*_NEEDS, *([_IMAGES] if has_images else [])])
+    _require(config, can, [*_NEEDS, *([_IMAGES] if has_images else []), *([_VIDEOS] if has_videos else [])])
 
 
 def _require(config: Config, can: Capabilities, needs: list[_Need]) -> None:

@@ -266,9 +266,9 @@ class PromptMeter:
         longest = len(ids)
         try:
             longest = max(longest, len(self.teacher_prompt(row) or ()))
+            return longest if self.reader is None else longest + self.reader.num_added(images)
         except (DataError, RowError) as error:
             return str(error)
-        return longest if self.reader is None else longest + self.reader.num_added(images)
 
     def teacher_prompt(self, row: Row) -> tuple[int, ...] | None:
         """Token ids of a row's prompt with the context that the teacher alone sees; None without one."""

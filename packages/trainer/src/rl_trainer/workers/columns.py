@@ -15,7 +15,7 @@ from rl_engine.registry import image_processor
 from rl_rollout.errors import RequestError
 from rl_rollout.types import expand_runs
 from rl_tq.types import PerGroup
-from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.errors import DataError, InputError, TrainerError
 from rl_trainer.rewards import Score
 
 if TYPE_CHECKING:
@@ -206,8 +206,15 @@ def _num_unknown(output: AgentLoopOutput, num_known: int | Mapping[str, int] | N
     return 0 if num_known is None else sum(bool(wrote) and token >= num_known for token, wrote in pairs)
 
 
-IMAGES = ("pixel_values", "image_grid_thw", "image_sizes")
-"""Ragged columns of images, of which a model takes some: see `rl_engine.registry.describe_model`."""
+IMAGES = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_sizes",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
+"""Ragged columns of images and videos, of which a model takes some: see `rl_engine.registry.describe_model`."""
 
 
 class ImageReader:
@@ -226,9 +233,21 @@ class ImageReader:
             ) from error
 
     def num_added(self, urls: Sequence[str]) -> int:
-        """Extra tokens of a prompt with these images, beyond one placeholder each; pixels are not read."""
-        images = map(_opened, urls)
-        return sum(self._processor.num_tokens(image.height, image.width) - 1 for image in images)
+        """Extra tokens of a prompt with these images and videos, beyond one placeholder each; pixels are not read.
+
+        Raises:
+            DataError: a video cannot be read, or exceeds a bound.
+        """
+        return sum(map(self._num_tokens, urls)) - len(urls)
+
+    def _num_tokens(self, url: str) -> int:
+        if url.startswith("data:video/"):
+            try:
+                return self._processor.num_video_tokens(url)
+            except (OSError, ValueError) as error:
+                raise DataError(f"a video cannot be used: {error}") from error
+        image = _opened(url)
+        return self._processor.num_tokens(image.height, image.width)
 
     def read(self, outputs: Sequence[AgentLoopOutput]) -> tuple[list[AgentLoopOutput], list[dict[str, Tensor]]]:
         """Trajectories with image placeholders expanded, and the values of each one's columns.
@@ -242,20 +261,27 @@ class ImageReader:
         for output in outputs:
             for url in output.images:
                 if url not in seen:
-                    seen[url] = self._processor.read(_opened(url).convert("RGB"))
+                    seen[url] = self._read(url)
             of_row = [seen[url] for url in output.images]
-            written.append(written_out(output, self._processor.token_id, [run for run, _ in of_row]))
+            written.append(written_out(output, self._processor.runs(output.images, [run for run, _ in of_row])))
             values.append(self._processor.join([found for _, found in of_row]))
         return written, values
 
+    def _read(self, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        if not url.startswith("data:video/"):
+            return self._processor.read(_opened(url).convert("RGB"))
+        try:
+            return self._processor.read_video(url)
+        except ValueError as error:
+            raise TrainerError(f"a trajectory has a video that cannot be read: {error}") from error
 
-def written_out(output: AgentLoopOutput, place: int, runs: Sequence[tuple[int, ...]]) -> AgentLoopOutput:
-    """Expand the placeholders of a trajectory: image i becomes `runs[i]`. Sampled placeholders stay single.
+
+def written_out(output: AgentLoopOutput, runs: Mapping[int, Sequence[tuple[int, ...]]]) -> AgentLoopOutput:
+    """Expand the placeholders of a trajectory: each becomes its run. Sampled placeholders stay single.
 
     Args:
-        output: Trajectory with one placeholder for each image, or with whole runs already.
-        place: Placeholder token id.
-        runs: Tokens of each image.
+        output: Trajectory with one placeholder for each image and video, or with whole runs already.
+        runs: Tokens of each, by the id of their placeholder.
 
     Raises:
         TrainerError: there are neither as many placeholders as images, nor as many as these take.
@@ -263,9 +289,7 @@ def written_out(output: AgentLoopOutput, place: int, runs: Sequence[tuple[int, .
     pairs = zip(output.completion_token_ids, output.loss_mask, strict=True)
     given = [*output.prompt_token_ids, *(-1 if wrote else token for token, wrote in pairs)]
     try:
-        ids, times = expand_runs(
-            "a trajectory", (*output.prompt_token_ids, *output.completion_token_ids), given, place, runs
-        )
+        ids, times = expand_runs("a trajectory", (*output.prompt_token_ids, *output.completion_token_ids), given, runs)
     except RequestError as error:
         raise TrainerError(str(error)) from error
 

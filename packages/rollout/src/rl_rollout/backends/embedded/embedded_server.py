@@ -88,6 +88,7 @@ class EmbeddedServer(RolloutServer):
             gives_routed_experts=self.model.experts.does_tell,
             has_adapters=bool(self.model.adapters.max_adapters),
             takes_images=self.model.image_reader is not None,
+            takes_videos=self.model.image_reader is not None and self.model.image_reader.takes_videos,
             takes_slices=True,
             updates_adapters=True,
             structured="model",

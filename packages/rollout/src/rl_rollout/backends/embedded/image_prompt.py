@@ -1,4 +1,4 @@
-"""Image prompts: pixel values and positions of a vision-language model.
+"""Image prompts: pixel values and positions of a vision-language model; videos are among the images.
 
 Multimodal positions (M-RoPE) have three axes (time, height, width), and an image spans fewer of them than it has
 tokens: a completion token's position is its index plus `shift`.
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_csrc.inference.images import GRIDS, GivenPlaceholders, image_arguments, image_columns
+from rl_csrc.inference.images import GRIDS, GivenPlaceholders, image_arguments, image_columns, rope_positions
+from rl_csrc.inference.videos import SECONDS, VIDEO_GRIDS
 from rl_rollout.multimodal import load_preparer
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from rl_rollout.multimodal import ImagePreparer
     from rl_rollout.types import GenerateRequest
+
+_SIZES = (GRIDS, VIDEO_GRIDS, SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +52,8 @@ class ImageReader:
         self._trunk = module.base_model
         self._side = module.config.vision_config.patch_size
         self._prepare = preparer.prepare
-        self._token_id = preparer.token_id
+        self._token_ids = preparer.token_ids
+        self.takes_videos = preparer.video_token_id is not None
         self.check_blind = preparer.check_blind
         self.given = GivenPlaceholders(self._trunk)
 
@@ -61,20 +65,24 @@ class ImageReader:
         """
         request, prepared = self._prepare(request)
         ids, given = request.prompt_token_ids, prepared.given_ids
-        num_seen = prepared.spans[-1][1]
+        num_seen = max(end for _, end in prepared.spans)
         sampled = zip(ids[:num_seen], given, strict=False)
         positions, shift = torch.arange(len(ids)), 0
         if GRIDS in prepared.columns:
-            kinds = (torch.tensor([given]) == self._token_id).int()
-            grids = prepared.columns[GRIDS]
-            axes, found = self._trunk.get_rope_index(torch.tensor([ids]), mm_token_type_ids=kinds, image_grid_thw=grids)
-            positions, shift = axes[:, 0], int(found)
+            row, kinds = torch.tensor(given), torch.zeros(len(ids), dtype=torch.int32)
+            sizes = {name: prepared.columns[name] for name in _SIZES if len(prepared.columns.get(name, ()))}
+            for code, (name, each) in enumerate(zip((GRIDS, VIDEO_GRIDS), self._token_ids, strict=False), 1):
+                kinds += code * (row == each) * (name in sizes)
+            positions = rope_positions(self._trunk, torch.tensor(ids), kinds, sizes)
+            shift = int(positions.max()) + 1 - len(ids)
         return request, ImagePrompt(
             positions=positions,
             shift=shift,
             arguments=image_arguments(prepared.columns, self._side),
             given_ids=torch.tensor(given),
-            sampled_places=tuple(i for i, pair in enumerate(sampled) if pair == (self._token_id, -1)),
+            sampled_places=tuple(
+                i for i, pair in enumerate(sampled) if pair in [(each, -1) for each in self._token_ids]
+            ),
             num_seen=num_seen,
         )
 
