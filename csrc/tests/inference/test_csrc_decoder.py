@@ -90,6 +90,7 @@ def test_the_reference_is_what_the_formulas_say():
     torch.testing.assert_close(Tokens(decoder, [1])()[0], decoder.head.weight @ normed(x, decoder.norm))
 
 
+@pytest.mark.process
 @pytest.mark.promise("The same of a decoder's pass")
 @settings(max_examples=15)
 @given(

@@ -87,6 +87,7 @@ def test_greedy_tells_logits_apart_that_scaling_makes_the_same(draw):
     assert logits[0, ids[0]] == logits.max()
 
 
+@pytest.mark.process
 @given(st.integers(0, 2**31), st.integers(1, 200), st.integers(0, 5))
 def test_kernel_and_reference_draw_the_same_possible_tokens(seed, vocab_size, position):
     generator = torch.Generator().manual_seed(seed)

@@ -308,6 +308,7 @@ def scanned_by_reference(kind: Any, mask_mode: Any, extras: bool) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "mask_mode", "extras"), [*SCANS, *(pytest.param(*scan, marks=SLOW) for scan in MORE_SCANS)]
 )

@@ -119,6 +119,7 @@ def test_compiled_shards_equal_the_eager_ones(temperature):
     assert torch.equal(found[0][0], found[0][3])
 
 
+@pytest.mark.process
 def test_compiled_advantages_equal_the_eager_ones():
     rewards, values, ids = torch.randn(8), torch.randn(8), torch.tensor([4, 4, 4, 1, 1, 0, 0, 0])
 

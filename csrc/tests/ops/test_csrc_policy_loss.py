@@ -87,6 +87,7 @@ def test_matches_the_reference(loss, aggregation, kl, clip_dual, counts_more, le
     torch.testing.assert_close(entropy_grad.double(), exact_entropy, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("loss", ["ppo", "gmpo", "sapo", "dro", "reinforce"])
 @pytest.mark.parametrize("kl", ["none", "k3"])
 def test_gradcheck_of_losses_without_a_stopped_gradient(loss, kl):

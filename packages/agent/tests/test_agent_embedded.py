@@ -95,6 +95,7 @@ def test_turns_on_a_real_model_keep_every_emitted_token(model_path):
         assert re.fullmatch(r"\d{2,4}", tokenizer.decode(context_of(output))), "the two observations, whole"
 
 
+@pytest.mark.process
 def test_play_shows_what_training_sees(model_path, capsys, monkeypatch):
     import io
     import sys

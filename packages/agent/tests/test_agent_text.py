@@ -151,6 +151,7 @@ def test_an_environments_text_is_made_well_formed():
     assert MARK in FakeTokenizer().decode(result.outputs[0].prompt_token_ids)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("first", "then", "stage"),
     [
@@ -171,6 +172,7 @@ def test_a_rows_text_is_made_well_formed():
     assert MARK in FakeTokenizer().decode(result.outputs[0].prompt_token_ids)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("text", ["a\0b", "\ud83d", "x" * 1_000_000], ids=["nul", "lone", "long"])
 @pytest.mark.parametrize("place", ["tool", "reset", "step", "row", "policy"])
 def test_any_text_at_any_boundary_ends_as_a_result(place, text):

@@ -39,6 +39,7 @@ def test_the_script_of_the_readme_moves_a_state_dict(tmp_path):
     assert said["send"][1] == said["receive"][1]
 
 
+@pytest.mark.process
 def test_the_resharding_of_the_readme():
     """FSDP to tensor parallel, two ranks each, all in this process."""
     (code,) = [block for block in blocks() if "ShardPlan(" in block]

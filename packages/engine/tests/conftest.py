@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 
 def pytest_collection_modifyitems(items):
-    """Mark `process` what asks for ranks; `seen` asks for them by name."""
+    """Mark `process` what asks for ranks (`seen` asks for them by name), and what imports megatron-core for seconds."""
     for item in items:
-        if not {"rank_server", "seen"}.isdisjoint(getattr(item, "fixturenames", ())):
+        asks_for_ranks = not {"rank_server", "seen"}.isdisjoint(getattr(item, "fixturenames", ()))
+        if asks_for_ranks or "megatron" in item.nodeid:
             item.add_marker("process")
 
 

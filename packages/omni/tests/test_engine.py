@@ -71,6 +71,7 @@ def test_an_engine_gives_the_log_probs_of_the_server(tmp_path, transformer):
         assert own.tolist() == pytest.approx(output.logprobs, abs=2e-3)
 
 
+@pytest.mark.process
 def test_the_cut_into_micro_batches_changes_no_number(pipeline, batch):
     results = []
     for budget in (3, 6, 100):
@@ -86,6 +87,7 @@ def test_the_cut_into_micro_batches_changes_no_number(pipeline, batch):
         torch.testing.assert_close(output.columns["logprobs"].values(), results[0][0].columns["logprobs"].values())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=8.0)])
 def test_a_step_raises_the_log_probs_that_the_loss_wants(pipeline, batch, lora):
     engine = engine_of(pipeline, lora=lora)
@@ -103,6 +105,7 @@ def test_a_step_raises_the_log_probs_that_the_loss_wants(pipeline, batch, lora):
         assert off.item() == pytest.approx(before.item(), rel=1e-5)
 
 
+@pytest.mark.process
 def test_a_server_with_the_merged_adapter_agrees(pipeline, batch, tmp_path):
     engine = engine_of(pipeline, lora=LoraConfig(rank=2))
     engine.forward_backward_batch(batch, loss)
@@ -125,6 +128,7 @@ def test_a_server_with_the_merged_adapter_agrees(pipeline, batch, tmp_path):
     assert all(torch.equal(reloaded[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.process
 def test_a_checkpoint_continues_bit_by_bit(pipeline, batch, tmp_path):
     def step(engine):
         engine.optimizer_zero_grad()
@@ -144,6 +148,7 @@ def test_a_checkpoint_continues_bit_by_bit(pipeline, batch, tmp_path):
         second.load_checkpoint(tmp_path / "a")
 
 
+@pytest.mark.process
 @pytest.mark.promise("Denoising steps travel through the queue as columns with a step axis, without token ids")
 def test_pictures_travel_through_the_queue_unchanged(pipeline):
     columns, _ = sampled(pipeline, 2)

@@ -57,6 +57,7 @@ def test_a_picture_has_a_log_prob_for_every_step(pipeline):
     assert torch.equal(output.columns["picture"], ((output.columns["latents"][-1] + 1) / 2).clamp(0, 1))
 
 
+@pytest.mark.process
 def test_a_seed_decides_a_picture_whatever_its_batch(pipeline):
     async def both(server):
         alone = await server.generate(request(seed=7))
@@ -94,6 +95,7 @@ def test_new_weights_serve_at_once_with_their_version(pipeline):
     assert not torch.allclose(before.columns["picture"], after.columns["picture"])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -176,6 +178,7 @@ def test_stopping_ends_requests_in_flight(pipeline):
     asyncio.run(stopped())
 
 
+@pytest.mark.process
 def test_a_vae_decodes_the_last_latents(tmp_path):
     vae = AutoencoderKL(
         latent_channels=3, block_out_channels=(8,), norm_num_groups=4, scaling_factor=0.5, shift_factor=0.1

@@ -36,6 +36,7 @@ def test_importing_is_light():
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.process
 def test_nothing_pickles():
     """What arrives from another process is data, and never code."""
     package = Path(rl_tq.__file__).parent

@@ -43,6 +43,7 @@ def test_a_run_is_started_again_once_it_has_begun_and_so_often(attempts, has_beg
     assert text.count("from the start, because a worker of pool 'engine' died") == wanted - 1
 
 
+@pytest.mark.process
 def test_a_restart_plays_the_environment_of_the_run(tmp_path, monkeypatch):
     """It once looked for rows in `data.path`, which a run with an environment has not."""
     made = []

@@ -129,6 +129,7 @@ def test_what_tools_and_users_say_opens_and_closes_no_turn():
     assert output.metrics["num_escaped"] == 4
 
 
+@pytest.mark.process
 def test_function_calls_to_responses_open_no_turn():
     async def use(proxy):
         async with client_of(proxy) as client:

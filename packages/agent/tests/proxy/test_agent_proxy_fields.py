@@ -337,6 +337,7 @@ def structure_asked(use, **settings):
     return params.json_schema, params.regex, params.choice
 
 
+@pytest.mark.process
 def test_structured_outputs_of_every_endpoint_reach_the_server():
     wanted = (json.dumps(SCHEMA), None, ())
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}

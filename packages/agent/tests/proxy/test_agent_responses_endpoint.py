@@ -69,6 +69,7 @@ def test_a_conversation_by_items_is_one_trajectory_of_tokens():
     assert two.usage.input_tokens == len(server.requests[1].prompt_token_ids)
 
 
+@pytest.mark.process
 def test_a_response_can_be_gone_on_with_by_its_id_from_two_sides():
     async def use(create):
         one = await create(model="policy", input="go", instructions="be brief")

@@ -152,6 +152,7 @@ def test_a_finished_session_records_nothing_and_reports_it():
     assert with_proxy(server, use) == []
 
 
+@pytest.mark.process
 def test_the_embedded_server_streams_what_it_would_say_whole(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra rl-agent[hf]")
     path = str(write_tiny_model(tmp_path))

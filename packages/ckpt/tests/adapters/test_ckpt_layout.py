@@ -303,6 +303,7 @@ def sync(job, weights, version, fails=None):
         return [future.exception(60) for future in taking]
 
 
+@pytest.mark.process
 @pytest.mark.promise("A rank of vLLM or SGLang is sent the slices that it computes with, and vouches for them")
 def test_each_rank_receives_what_it_computes_with_and_attests_it(job):
     _, engines = job
@@ -331,6 +332,7 @@ def test_a_rank_that_loses_a_tensor_keeps_the_replica_s_version(job):
     assert all(engine.model.holds(second) for engine in engines)
 
 
+@pytest.mark.process
 def test_a_rank_that_stores_other_numbers_is_found(job):
     _, engines = job
     load = engines[0].model.load_weights
@@ -410,6 +412,7 @@ class Wide(nn.Module):
                 self.flat.copy_(tensor.view(-1)[: 64 * 2048].view(64, 2048))
 
 
+@pytest.mark.process
 @pytest.mark.promise(
     "Host memory of a rank holds its slices and hardly more, also of matrices that are cut along their columns"
 )
@@ -439,6 +442,7 @@ def test_host_memory_holds_the_slices_of_a_rank_and_hardly_more(tmp_path):
     trainer.close()
 
 
+@pytest.mark.process
 @pytest.mark.promise("Slices land while the engine goes on, and are installed when they are taken")
 def test_slices_land_while_the_engine_runs_and_install_on_take(layered_job, tmp_path):
     trainer, engines = layered_job
@@ -458,6 +462,7 @@ def test_slices_land_while_the_engine_runs_and_install_on_take(layered_job, tmp_
     assert all(engine.model.holds(second) for engine in engines)
 
 
+@pytest.mark.process
 def test_slices_landed_and_never_taken_are_voted_against(layered_job, tmp_path):
     trainer, engines = layered_job
     first, second = stacked(1), stacked(2)

@@ -106,6 +106,7 @@ class TestNccl(CheckpointEngineSuite, VersionSuite, ProcessSuite):
         return f"nccl://127.0.0.1:{new_port()}"
 
 
+@pytest.mark.process
 def test_every_backend_passes_the_suites_of_all_that_it_promises():
     """Those with a transaction, each of them; a folder promises less, and has a file of its own."""
     schemes = {entry.name for entry in entry_points(group=GROUP)} - {"file"}

@@ -118,6 +118,7 @@ def test_what_a_consumer_writes_to_is_its_own(cuda):
     run(work)
 
 
+@pytest.mark.process
 def test_a_bit_that_changes_after_the_digest_is_found(cuda, monkeypatch):
     """The sender's weights change under the receiver's hands: no commit, and who had something written refuses."""
     from rl_ckpt.sender import transaction as _sync

@@ -132,6 +132,7 @@ def test_a_new_sender_or_a_failed_version_means_a_whole_version(url):
     asyncio.run(work())
 
 
+@pytest.mark.process
 def test_tied_tensors_are_stored_once_in_differences_too(tmp_path):
     url = f"file://{tmp_path}/policy"
     weights = weights_of(1)

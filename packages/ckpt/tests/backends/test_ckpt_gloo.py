@@ -52,6 +52,7 @@ def test_a_group_is_kept_while_the_same_take_part():
     run(work, num_receivers=2)
 
 
+@pytest.mark.process
 def test_a_failed_sync_makes_a_new_group_and_ignores_broadcasts():
     """The sender had broadcasts under way that the receiver has left: they end where nobody looks."""
 

@@ -204,6 +204,7 @@ def test_a_whole_tensor_does_not_wait_for_the_next_one():
     assert_same(got, weights)
 
 
+@pytest.mark.process
 def test_non_plain_memory_is_passed_on_once_it_is_whole():
     async def work(tree):
         tree.mine[0] |= {"t1": torch.zeros(41, 300).t(), "t3": torch.zeros(300, 86)[:, ::2]}
@@ -216,6 +217,7 @@ def test_non_plain_memory_is_passed_on_once_it_is_whole():
     run(work)
 
 
+@pytest.mark.process
 def test_differences_become_whole_tensors_below_a_relay():
     async def work(tree):
         weights = weights_of(1)

@@ -14,6 +14,8 @@ import torch
 from rl_engine import ConfigError, EngineConfig, create_engine
 from rl_engine.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENT = os.environ.get("RL_ENGINE_MEGATRON")
 SCRIPT = Path(__file__).parents[1] / "support" / "bridge_ranks.py"
 real = pytest.mark.skipif(not ENVIRONMENT, reason="RL_ENGINE_MEGATRON names no environment with Megatron-Bridge")

@@ -97,6 +97,7 @@ def test_what_it_says_is_what_initialize_says(
     assert str(after.value) == str(before.value)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("folder", ["no weights", "damaged"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_that_cannot_be_read_are_found_by_their_headers(folders, backend, folder):

@@ -16,7 +16,8 @@ from rl_engine import (
 )
 from rl_engine.optimizer import ClippedAdamW
 
-pytestmark = pytest.mark.timeout(600)  # many engines in one start of two processes, on a machine that may be busy
+# Many engines in one start of two processes, on a machine that may be busy.
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).parents[1] / "support" / "megatron_ranks.py"
 _spec = spec_from_file_location("megatron_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
@@ -158,7 +159,6 @@ def check(seen, oracles, case, size):
 
 
 @pytest.mark.promise("The Megatron backend steps like a plain model")
-@pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_step_like_a_plain_model(seen, oracles, case):
     check(seen, oracles, case, 2)
@@ -190,7 +190,6 @@ def check_resumed(seen, cases):
         torch.testing.assert_close(seen[case]["resumed_weights"], seen[case]["second_weights"], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.process
 def test_a_checkpoint_of_one_layout_continues_on_another(few):
     check_resumed(few, FEW)
 
@@ -243,13 +242,11 @@ def check_saved(seen, case):
     )
 
 
-@pytest.mark.process
 def test_two_engines_of_a_process_share_a_layout(few):
     assert "Another engine of this process is laid out as ParallelConfig(tp=2" in few["refusal"]
     assert "Close the other engine first" in few["refusal"]
 
 
-@pytest.mark.process
 def test_a_bad_batch_on_one_rank_is_an_error_on_all(few):
     assert few["bad_batch"].startswith("Rank 1 refused its batch: completion_token_ids holds token id 999")
 
@@ -270,7 +267,6 @@ def test_shards_cover_the_weights(two):
     assert all(0.4 < share < 0.9 for share in shares.values())
 
 
-@pytest.mark.process
 def test_the_stream_of_weights_holds_one_parameter_at_a_time(few):
     most, largest = few["streamed"]
     assert most <= 3 * largest  # of a query, key and value that lie in one parameter, at most
@@ -290,7 +286,6 @@ def test_experts_are_exported_in_batches_within_a_memory_bound(seen, case):
     assert seen["experts"][f"{case} exported"] == wanted[case]
 
 
-@pytest.mark.process
 def test_pairs_of_ranks_that_share_a_model_stay_apart(few):
     assert sorted(few["pairs"].count(pair) for pair in set(few["pairs"])) == [2, 2]
 
@@ -335,6 +330,5 @@ def test_megatron_lm_weights_are_read_by_another_layout(seen, case):
     torch.testing.assert_close(seen["dist_checkpoints"][case], want, rtol=0, atol=0)
 
 
-@pytest.mark.process
 def test_a_rank_that_lacks_weights_in_that_format_is_told_by_all(few):
     assert "of shape None; the model of model_path, qwen3, has" in few["dist_checkpoints"]["refusal"]

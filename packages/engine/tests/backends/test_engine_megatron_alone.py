@@ -25,6 +25,8 @@ from rl_engine import (
 from rl_engine.losses import sft_loss
 from rl_engine.testing import EngineConformance, ragged_batch, write_tiny_model
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).parents[1] / "support" / "megatron_ranks.py"
 _spec = spec_from_file_location("megatron_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
@@ -34,7 +36,6 @@ CRITIC = {"head": Head.VALUE}
 IGNORED = "ignore:The following .*_pattern keys"  # peft's, of mixtures
 
 
-@pytest.mark.process
 @pytest.mark.contract
 class TestMegatronEngine(EngineConformance):
     def make_engine(self, folder, **changes):
@@ -53,7 +54,6 @@ def build(folder, **changes):
 BATCH = ragged_batch([[5, 6, 7], [8], [3] * 9], [[9, 10], [11, 12, 13], [1, 2, 3, 4, 5]])
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("writer", "reader"), [("fsdp", "megatron"), ("megatron", "fsdp")])
 def test_a_checkpoint_continues_on_the_other_backend(tmp_path, writer, reader):
     write_tiny_model(tmp_path / "model")
@@ -71,7 +71,6 @@ def test_a_checkpoint_continues_on_the_other_backend(tmp_path, writer, reader):
     torch.testing.assert_close(weights, straight[2], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("head", [Head.VALUE, Head.REWARD])
 def test_a_scalar_head_is_that_of_the_fsdp_backend(tmp_path, head):
     write_tiny_model(tmp_path / "policy")
@@ -90,7 +89,6 @@ def test_a_scalar_head_is_that_of_the_fsdp_backend(tmp_path, head):
     torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"init": ModelInit.RANDOM, "seed": 4}])
 def test_it_steps_like_the_fsdp_backend(tmp_path, changes):
     write_tiny_model(tmp_path)
@@ -103,7 +101,6 @@ def test_it_steps_like_the_fsdp_backend(tmp_path, changes):
     torch.testing.assert_close(seen[0][2], seen[1][2], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.process
 def test_bfloat16_trains_on_a_float32_copy_and_resumes_exactly(tmp_path):
     write_tiny_model(tmp_path / "model")
     options = {"precision": Precision.BFLOAT16, "optimizer": OptimizerConfig(lr=1e-4)}
@@ -127,7 +124,6 @@ def test_bfloat16_trains_on_a_float32_copy_and_resumes_exactly(tmp_path):
 ADAPTED = [((), {}), (("k_proj", "up_proj"), {}), ((), CRITIC)]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("targets", "more"), ADAPTED)
 def test_an_adapter_steps_exports_and_resumes_as_on_fsdp(tmp_path, targets, more):
     write_tiny_model(tmp_path / "model")
@@ -154,7 +150,6 @@ def test_an_adapter_steps_exports_and_resumes_as_on_fsdp(tmp_path, targets, more
     torch.testing.assert_close(seen[0][1], seen[1][1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which peft asks for
 @pytest.mark.filterwarnings(IGNORED)
 @pytest.mark.parametrize(("kind", "targets"), [("tied", ()), ("v3", ranks.LATENT_LAYERS)])
@@ -185,7 +180,6 @@ def test_an_adapter_of_a_folder_is_what_was_trained(tmp_path, kind, targets):
     whole.close()
 
 
-@pytest.mark.process
 def test_rope_of_llama3_is_taken_over(tmp_path):
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
@@ -241,7 +235,6 @@ def test_what_it_cannot_honour_is_refused(tmp_path, changes, message):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("is_away", [False, True])
 def test_gradients_arrive_after_parameters_were_elsewhere(tmp_path, is_away):
     """torch drops a parameter's accumulator, on which megatron-core listens, where its device changes, as an offload
@@ -260,7 +253,6 @@ def test_gradients_arrive_after_parameters_were_elsewhere(tmp_path, is_away):
     assert norms[1] == norms[0] > 0
 
 
-@pytest.mark.process
 @pytest.mark.filterwarnings(IGNORED)
 def test_an_adapter_on_experts_is_refused(tmp_path):
     ranks.write_model(tmp_path, "v3")
@@ -310,7 +302,6 @@ def test_models_without_a_mapping_are_refused(tmp_path, kind, changes, message):
         build(tmp_path)
 
 
-@pytest.mark.process
 def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     write_tiny_model(tmp_path, tie_word_embeddings=False)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -328,7 +319,6 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
         build(tmp_path)
 
 
-@pytest.mark.process
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     write_tiny_model(tmp_path / "one")
     write_tiny_model(tmp_path / "other", hidden_size=16)

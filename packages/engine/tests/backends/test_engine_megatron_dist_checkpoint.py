@@ -31,6 +31,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
+pytestmark = pytest.mark.process
+
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="in float64, which a GPU has no step for")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 _spec = spec_from_file_location("megatron_ranks", Path(__file__).parents[1] / "support" / "megatron_ranks.py")
@@ -92,7 +94,6 @@ def in_megatrons_program(work):
 
 
 @pytest.mark.promise("and reads and writes Megatron-LM's checkpoints")
-@pytest.mark.process
 @on_a_cpu
 def test_megatron_core_reads_what_is_written_and_is_read_itself(model, tmp_path):
     engine = build(model)
@@ -138,7 +139,6 @@ def test_megatron_core_reads_what_is_written_and_is_read_itself(model, tmp_path)
     torch.testing.assert_close(seen, written, rtol=0, atol=0)
 
 
-@pytest.mark.process
 @on_a_cpu
 def test_a_folder_of_another_model_is_refused(model, tmp_path):
     engine = build(model)
@@ -155,7 +155,6 @@ def test_a_folder_of_another_model_is_refused(model, tmp_path):
             build(tmp_path / "other", dist_checkpoint=str(tmp_path / "written"))
 
 
-@pytest.mark.process
 @on_a_cpu
 def test_a_damaged_folder_is_refused(model, tmp_path):
     engine = build(model)
@@ -181,7 +180,6 @@ class Code:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.process
 @on_a_cpu
 def test_code_in_a_folder_is_refused_and_not_run(model, tmp_path):
     engine = build(model)
@@ -194,7 +192,6 @@ def test_code_in_a_folder_is_refused_and_not_run(model, tmp_path):
     assert not (tmp_path / "it ran").exists()
 
 
-@pytest.mark.process
 @on_a_cpu
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_a_folder_with_a_file_that_is_cut_off_is_refused(model, tmp_path, name):
@@ -209,7 +206,6 @@ def test_a_folder_with_a_file_that_is_cut_off_is_refused(model, tmp_path, name):
         build(model, dist_checkpoint=str(tmp_path / "written"))
 
 
-@pytest.mark.process
 @on_a_cpu
 def test_a_folder_that_cannot_be_written_is_told(model, tmp_path):
     engine = build(model)
@@ -219,7 +215,6 @@ def test_a_folder_that_cannot_be_written_is_told(model, tmp_path):
     engine.close()
 
 
-@pytest.mark.process
 def test_an_invalid_folder_is_refused_before_the_start(model, tmp_path):
     def check(backend="megatron", **changes):
         create_engine(backend, EngineConfig(model_path=str(model), **changes)).check(1)

@@ -18,7 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")]
 
 
 @pytest.fixture(autouse=True)

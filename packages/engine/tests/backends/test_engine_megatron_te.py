@@ -18,6 +18,8 @@ from rl_engine import (
 from rl_engine.losses import sft_loss
 from rl_engine.model.device_memory import has_float8
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).parents[1] / "support" / "megatron_te_ranks.py"
 _spec = spec_from_file_location("megatron_te_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
@@ -94,7 +96,6 @@ def stand_ins():
         yield
 
 
-@pytest.mark.process
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile, in megatron-core's activation of GPT-OSS
 @pytest.mark.parametrize("kind", MODELS)
@@ -117,7 +118,6 @@ def seen(tmp_path_factory, start_ranks):
     return start_ranks(SCRIPT, tmp_path_factory.mktemp("ring"), 2)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("case", ranks.RINGS)
 def test_a_ring_of_two_ranks_steps_like_one_that_has_all_tokens(seen, case):
     """Over a stand-in that has of each row the two pieces that Transformer Engine documents."""
@@ -125,7 +125,6 @@ def test_a_ring_of_two_ranks_steps_like_one_that_has_all_tokens(seen, case):
     torch.testing.assert_close(ring, alone, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.process
 def test_a_ring_is_taken_where_its_kernel_can(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "has_gpu", lambda: True)
     monkeypatch.setattr(stages.transformer_engine, "HAVE_TE", True)

@@ -26,7 +26,7 @@ from rl_engine.testing import write_tiny_model
 # isort: split
 from megatron.core.dist_checkpointing import load_tensors_metadata
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parents[1] / "support" / "mtp_ranks.py"
 _spec = spec_from_file_location("mtp_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
@@ -151,7 +151,6 @@ def oracle_of(oracles, folder, kind):
 
 
 @pytest.mark.promise("On `megatron` such a layer learns tokens two ahead")
-@pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_the_layer_learns_tokens_two_ahead(seen, oracles, case):
     want, got = oracle_of(oracles, seen["folder"], case.split(":")[0]), seen[case]
@@ -256,7 +255,6 @@ def test_models_and_layouts_that_it_is_not_for_are_refused(tmp_path):
             create_engine(backend, EngineConfig(**given)).check(1)
 
 
-@pytest.mark.process
 def test_the_loss_of_a_layer_falls(tmp_path):
     """On bfloat16 activations and float32 weights, as a run trains; dense, behind layers with state."""
     ranks.write_model(tmp_path, "3.5")
@@ -273,7 +271,6 @@ def test_the_loss_of_a_layer_falls(tmp_path):
 
 
 @pytest.mark.promise("Layers for multi-token prediction go to servers with the weights, and into folders as they were")
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("backend", "kind", "mtp"), [("fsdp", "v3", "freeze"), ("fsdp", "next", "train"), ("megatron", "glm", "train")]
 )

@@ -248,6 +248,7 @@ def test_an_offload_leaves_no_reference_and_the_same_steps(tmp_path, precision):
     assert not driver.pinned
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", OF_A_CPU)
 def test_the_optimizers_state_is_on_the_gpu_in_steps_alone(tmp_path, monkeypatch, backend):
     """As if there were a GPU: where the optimizer's state is said to be in every pass and every step."""

@@ -1,6 +1,10 @@
 """Which layers lie on which stage of a pipeline."""
 
+import pytest
+
 from rl_engine.backends.megatron.architectures import split_layers
+
+pytestmark = pytest.mark.process
 
 
 def test_first_and_last_stages_have_fewer_layers_if_uneven():

@@ -11,6 +11,7 @@ from rl_engine.testing import ragged_batch, write_tiny_model
 DATA = ragged_batch([[5, 6, 7], [8], [3] * 9], [[9, 10], [11, 12, 13], [1, 2, 3, 4, 5]])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "megatron", "torchtitan"])
 def test_metrics_are_read_and_reduced_once(tmp_path, monkeypatch, backend):
     calls = []

@@ -53,6 +53,7 @@ def step(backend, folder, loss, weights):
     return output, norm, after, list(passes)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "megatron", "torchtitan"])
 def test_rows_without_gradient_change_nothing(tmp_path, backend):
     write_tiny_model(tmp_path)
@@ -66,6 +67,7 @@ def test_rows_without_gradient_change_nothing(tmp_path, backend):
     torch.testing.assert_close(after, expected_after, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "megatron", "torchtitan"])
 def test_a_step_without_any_gradient_is_the_step_it_was(tmp_path, backend):
     """The weights decay and the moments fade, bit for bit."""

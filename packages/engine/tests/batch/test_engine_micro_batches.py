@@ -72,6 +72,7 @@ def test_what_fits_in_no_micro_batch_is_named():
     check_budget(of_prompts([6, 1, 6], [2, 1, 2], [0, 1, 0]), [[0, 2], [1]], 10)
 
 
+@pytest.mark.process
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 120), st.integers(0, 20))
 def test_every_row_once_within_the_budget_and_as_many_as_asked(lengths, budget, min_count):
     plan = plan_micro_batches(lengths, budget, costs=[length**2 for length in lengths], min_count=min_count)
@@ -90,6 +91,7 @@ def test_groups_differ_by_no_more_than_the_largest_item(costs, count):
     assert sums[0] - sums[-1] <= max(costs, default=0)
 
 
+@pytest.mark.process
 @given(st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=5))
 def test_dealing_never_makes_the_fullest_rank_fuller(costs):
     dealt = balance_units(costs)

@@ -84,6 +84,7 @@ OPTIONS = [(1, {}), (12, {"sliding_window": 3}), (1, {"softcap": 2.0}), (1, {"s_
 MORE_OPTIONS = [(12, {}), (1, {"sliding_window": 3}), (12, {"softcap": 2.0}), (12, {"s_aux": True})]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("scale", "options"), [*OPTIONS, *(pytest.param(*case, marks=SLOW) for case in MORE_OPTIONS)])
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
@@ -290,6 +291,7 @@ def test_nothing_depends_on_it(folders, way, budget):
     assert ours[4] < 0.8 * plain[4]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_many_copies_of_keys_are_not_kept(folders, monkeypatch, is_recomputed):
     """Attention is computed again instead, with the same gradient; and again where whole layers are recomputed."""
@@ -340,6 +342,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_share_is_refused_or_left_alone(folders, case):
     backend, model, changes, why = REFUSED[case]
@@ -351,6 +354,7 @@ def test_what_cannot_share_is_refused_or_left_alone(folders, case):
     assert check(backend, replace(config, prefix_sharing=False), size)["prefix_sharing"] == "no"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "torchtitan"])
 def test_what_can_says_so(folders, backend):
     config = EngineConfig(model_path=str(folders / "qwen3"))

@@ -151,6 +151,7 @@ def test_long_beginnings_are_shared_and_short_ones_left():
     assert list(tree_of(rows[2:], [32, 32]).depths) == [0]
 
 
+@pytest.mark.process
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=7), min_size=1, max_size=9))
 def test_no_token_is_fed_twice_where_all_branch_points_count(rows):

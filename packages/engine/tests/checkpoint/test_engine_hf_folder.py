@@ -154,6 +154,7 @@ def test_code_of_a_model_folder_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.process
 def test_a_checkpoint_of_another_model_is_refused_unchanged(tmp_path, folder):
     other = load(write_tiny_model(tmp_path / "other", num_hidden_layers=1))
     other.save_checkpoint(tmp_path / "checkpoint", 1)
@@ -164,6 +165,7 @@ def test_a_checkpoint_of_another_model_is_refused_unchanged(tmp_path, folder):
     torch.testing.assert_close(dict(engine.get_per_tensor_param()[0]), before, rtol=0, atol=0)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -208,6 +210,7 @@ def test_a_killed_checkpoint_replacement_is_recovered(tmp_path, folder):
     assert engine.load_checkpoint(path) == 2
 
 
+@pytest.mark.process
 @pytest.mark.promise("A failure of `async_checkpoints` is raised by the next call")
 def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, folder):
     (tmp_path / "file").write_text("")
@@ -301,6 +304,7 @@ def test_config_says_the_number_format_that_is_written(tmp_path, folder):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.process
 def test_what_ends_a_turn_is_the_same_after_training_again(tmp_path, folder):
     """The file lists more ids than config.json and stays as it is, a first and a second time."""
     text = json.dumps({"eos_token_id": [0, 1]})

@@ -69,6 +69,7 @@ def test_the_layers_that_transformers_leaves_out_are_found(tmp_path):
     engine.close()
 
 
+@pytest.mark.process
 def test_quantised_layers_are_written_dequantised(tmp_path):
     """In blocks of 2 by 2 numbers with a scale each, as DeepSeek-V3's; the saved folder is not quantised."""
     folder = write_tiny_model(tmp_path / "model")

@@ -45,6 +45,7 @@ def full_logprobs(folder, temperature=1.0):
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("has_linear_head", [True, False])
 def test_candidates_are_the_likeliest_tokens_with_gradients(folders, has_linear_head):
     folder = folders[1]
@@ -129,6 +130,7 @@ def test_a_student_comes_near_its_teacher_on_rows_not_seen(folders, tmp_path, ki
     assert report.eval_metrics[metric] < left * before
 
 
+@pytest.mark.process
 def test_what_cannot_be_compared_is_refused(folders, tmp_path, capsys):
     (tmp_path / "rows.jsonl").touch()
     arguments = [f"model.path={folders[0]}", f"data.path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}"]

@@ -69,6 +69,7 @@ def taken(columns):
     return with_pixels(batch.select(range(batch.num_rows)))
 
 
+@pytest.mark.process
 def test_an_image_is_the_same_row_whichever_way_it_comes(tmp_path, models):
     model, encoded = models["qwen2_5_vl"], picture(size=(24, 16))
     (tmp_path / "a.png").write_bytes(encoded)
@@ -291,6 +292,7 @@ def test_a_bad_picture_names_file_and_row(tmp_path, models, case):
         tokenize_file(write(tmp_path, rows), models["qwen2_5_vl"])
 
 
+@pytest.mark.process
 def test_images_need_a_model_that_takes_them(tmp_path, models, capsys):
     text = str(write_tiny_model(tmp_path / "text"))
     where = [f"data.path={pairs(tmp_path)}", f"output_dir={tmp_path / 'out'}"]

@@ -179,6 +179,7 @@ def test_a_pair_without_its_other_half_is_refused():
         RowBatch(batch, needs_mask=True, device=torch.device("cpu"))
 
 
+@pytest.mark.process
 def test_pairs_stay_together_whatever_the_cut(model):
     draw, seen = random.Random(0), []
     rows = [[[draw.randrange(4, 70) for _ in range(draw.randint(1, 9))] for _ in range(12)] for _ in range(2)]

@@ -47,6 +47,7 @@ def two_passes(config):
     return scored, trained
 
 
+@pytest.mark.process
 @pytest.mark.promise("Nothing random enters a ratio")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trained_pass_is_the_scored_one(tmp_path, kind):
@@ -54,6 +55,7 @@ def test_a_trained_pass_is_the_scored_one(tmp_path, kind):
     torch.testing.assert_close(trained, scored, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_dropout_of_the_model_is_asked_for(tmp_path, kind):
     config = EngineConfig(model_path=str(folder_of(tmp_path, kind)), dropout=True)
@@ -62,6 +64,7 @@ def test_dropout_of_the_model_is_asked_for(tmp_path, kind):
     assert "dropout" not in check("fsdp", config)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", ["fsdp", "megatron", "torchtitan"])
 def test_what_is_off_is_said(tmp_path, backend):
     folder = write_tiny_model(tmp_path / "model", attention_dropout=0.25)

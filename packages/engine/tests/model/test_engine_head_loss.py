@@ -92,6 +92,7 @@ def test_it_steps_as_log_probs_and_then_the_loss(folder, calls, case):
     torch.testing.assert_close(found[3], wanted[3], **moved)
 
 
+@pytest.mark.process
 def test_entropies_take_their_gradient_along(folder, calls):
     found = step(folder, token_local(partial(with_entropy)), precision="float64", entropy=True)
     assert calls
@@ -101,6 +102,7 @@ def test_entropies_take_their_gradient_along(folder, calls):
     torch.testing.assert_close(found[3], wanted[3], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.process
 def test_extra_head_outputs_leave_the_loss_to_its_function(folder, calls):
     for changes in ({"num_candidates": 2}, {"sum_pi_squared": True}):
         step(folder, sft_loss, **changes)
@@ -122,6 +124,7 @@ def test_losses_say_whether_they_are_token_local():
     assert not getattr(DpoLoss(), "is_token_local", False)
 
 
+@pytest.mark.process
 def test_check_says_who_makes_the_loss(folder):
     def said(**changes):
         return check("fsdp", EngineConfig(model_path=str(folder), **changes), 2).get("loss_in_head")

@@ -70,6 +70,7 @@ def test_the_last_reward_is_what_hugging_face_gives_the_row(classifier):
         assert float(found[-1]) == pytest.approx(model(torch.tensor([prompt + completion])).logits.item(), abs=1e-6)
 
 
+@pytest.mark.process
 def test_any_cut_gives_the_same_step(classifier):
     seen = []
     for budget in (4096, 6):
@@ -104,6 +105,7 @@ def test_a_causal_folder_trains_and_saves_as_a_classifier(tmp_path, policy):
         again.close()
 
 
+@pytest.mark.process
 def test_reading_what_the_head_does_not_give_is_one_sentence(classifier, policy):
     critic = build(classifier, "value")
     with pytest.raises(ConfigError, match=r"reads log-probs, which this engine does not give; it needs head=lm"):

@@ -139,6 +139,7 @@ def test_a_checkpoint_continues_where_it_was_written(folder, tmp_path):
     resumed.close()
 
 
+@pytest.mark.process
 def test_only_the_named_layers_are_adapted(folder):
     engine = build(folder, LoraConfig(rank=2, target_modules=("q_proj",), export="adapter"))
     names = [name for name, _ in engine.get_per_tensor_param()[0]]

@@ -131,6 +131,7 @@ def test_experts_of_routers_by_sigmoids_are_replayed(tmp_path, backend, kind):
         create_engine(backend, EngineConfig(model_path=str(folder), router_aux_loss_coef=0.1)).check(1)
 
 
+@pytest.mark.process
 def test_other_experts_change_scores_and_the_same_do_not(tmp_path):
     folder, rows = oracle.write_model(tmp_path), oracle.draw_rows()
     engine = built("fsdp", folder, optimizer=None)

@@ -242,6 +242,7 @@ def test_a_placeholder_written_by_the_model_is_a_plain_token(tmp_path, kind):
     engine.close()
 
 
+@pytest.mark.process
 def test_images_that_do_not_fit_are_refused(tmp_path):
     folder = write_model(tmp_path / "sees", "qwen2_5_vl")
     (prompt, completion, pixels, grids), *_ = rows = rows_of(patch_numbers(folder))
@@ -273,6 +274,7 @@ def test_images_that_do_not_fit_are_refused(tmp_path):
     blind.close()
 
 
+@pytest.mark.process
 def test_time_is_refused_where_the_text_tells_it(tmp_path):
     folder = write_model(tmp_path, "qwen3_vl")
     rows = with_videos(rows_of(patch_numbers(folder)), patch_numbers(folder), "qwen2_5_vl")
@@ -282,6 +284,7 @@ def test_time_is_refused_where_the_text_tells_it(tmp_path):
     engine.close()
 
 
+@pytest.mark.process
 def test_qwen3_5_is_trained_and_saved_with_its_tower(tmp_path):
     """Qwen3.5: as the causal LM that transformers has for its kind it would lose its vision tower."""
     engine = built(write_model(tmp_path / "model", "qwen3_5"))

@@ -97,6 +97,7 @@ async def undisturbed(folder):
     return results, len(group.calls)
 
 
+@pytest.mark.process
 def test_processes_may_be_lost_in_every_command(tmp_path):
     async def run():
         results, num_calls = await undisturbed(tmp_path / "twin")

@@ -229,6 +229,7 @@ def test_a_killed_server_frees_models_of_ended_sessions(tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.process
 def test_disk_use_does_not_grow_over_ended_runs(tmp_path, monkeypatch):
     """Runs with steps and checkpoints, each of whose sessions ends and whose checkpoint is deleted."""
     monkeypatch.setattr("rl_tinker.service.store.ENDED_S", 0.0)

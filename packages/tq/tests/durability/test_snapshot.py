@@ -22,6 +22,7 @@ def serve(storage: str, where: Path, **given) -> rl_tq.TransferQueue:
     return rl_tq.serve(f"file://{where}" if storage == "file" else storage, timeout_s=60.0, **given)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_snapshot_is_a_queue_again(storage, tmp_path):
     """Values of every size, who consumed what, and references made before; those of rows put later are unknown."""

@@ -73,6 +73,7 @@ def test_tensors_may_be_dropped_by_any_thread_during_a_take():
     assert kept_bytes() <= pool.RESERVE_BYTES
 
 
+@pytest.mark.process
 def test_a_batch_is_received_into_the_memory_of_the_one_before():
     values = torch.arange(NBYTES // 8 + 4).view(4, -1)
     with rl_tq.serve("tcp://127.0.0.1:0") as server, rl_tq.connect(server.address) as client:

@@ -74,6 +74,7 @@ def test_split_and_concat_are_inverse(meta: BatchMeta, size: int):
         assert BatchMeta.concat(parts) == meta
 
 
+@pytest.mark.process
 @given(metas(min_size=1), st.integers(1, 13))
 def test_chunk_divides_or_refuses(meta: BatchMeta, num_chunks: int):
     if len(meta) % num_chunks:

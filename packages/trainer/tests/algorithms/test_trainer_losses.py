@@ -374,6 +374,7 @@ def test_what_pulls_rows_without_advantages_is_named():
         assert of(**keys).has_gradient(rows) is None
 
 
+@pytest.mark.process
 def test_the_plan_says_which_rows_have_a_backward_pass(tmp_path):
     model = str(write_tiny_model(tmp_path))
     config = load_config("quickstart", ["model.warmup=null", f"model.path={model}"])

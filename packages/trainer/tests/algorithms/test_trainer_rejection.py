@@ -255,6 +255,7 @@ def test_bypass_mode_rejects_by_the_policy_under_update(loss):
     assert metrics["rejected"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.process
 def test_what_bypass_mode_takes_and_refuses():
     make_plan(load_config("quickstart", [*BYPASS, "algorithm.rejection=sequence_mean_k3"]))
     make_plan(load_config("quickstart", [*BYPASS, "algorithm.loss=reinforce", "algorithm.correction=sequence_tis"]))

@@ -144,6 +144,7 @@ def test_backend_that_is_not_installed(capsys, key):
     assert f"{key}='nonesuch' is not known; there are" in error
 
 
+@pytest.mark.process
 def test_an_option_that_the_agent_loop_has_not(capsys):
     small = ["data.options.num_rows=2000", "data.eval_size=16", "agent.options={max_turns: 3}"]
     assert "agent.options.max_turns is not an option of agent.loop=single_turn; it has: none" in refused(

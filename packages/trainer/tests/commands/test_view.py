@@ -104,6 +104,7 @@ def test_prompts_that_never_teach_are_found(tmp_path):
     assert data_of(view.page(make_run(tmp_path / "run")))["prompts"] == [["hard", 3, [0.0, 0.0, 0.0]]]
 
 
+@pytest.mark.process
 def test_a_budget_leaves_steps_out_evenly_and_says_so(tmp_path):
     run = make_run(tmp_path / "run", steps=9, samples=range(1, 10), size=400)
     whole = view.page(run)

@@ -21,6 +21,7 @@ def test_every_key_has_a_doc_and_a_type():
     assert explain.keys()["rollout.colocated"].type == "true or false, or null"
 
 
+@pytest.mark.process
 def test_nearly_every_key_of_the_trainer_is_read_somewhere():
     unread = [k.name for k in explain.keys().values() if k.owner == "rl-post-trainer" and not explain.readers(k.name)]
     assert len(unread) < len(explain.keys()) / 3, unread

@@ -231,6 +231,7 @@ def test_an_adapter_that_servers_cannot_have_is_found_early(tmp_path, sizes, tar
     assert "adapter_layers" not in dict(check_backends(load_config("gsm8k", [f"model.path={folder}", lora])))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("beside", "rate", "want"),
     [
@@ -336,6 +337,7 @@ def test_what_a_backend_can_do_is_told_and_leaves_nothing_behind(folder, overrid
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.process
 def test_whether_prompts_are_shared_is_told(folder):
     for overrides, words in (
         ([], "yes"),
@@ -345,6 +347,7 @@ def test_whether_prompts_are_shared_is_told(folder):
         assert told["prefix_sharing"].startswith(words)
 
 
+@pytest.mark.process
 def test_the_plan_says_what_receipts_of_int8_servers_are_of(folder):
     words = "receipts are of the weights before the server quantises them to int8"
     for value, is_said in (("int8", True), ("none", False)):
@@ -382,6 +385,7 @@ def test_drafts_that_no_layer_makes_are_refused(folder, overrides, words):
         )
 
 
+@pytest.mark.process
 def test_the_plan_says_whether_syncs_carry_the_layer_that_drafts(tmp_path, monkeypatch):
     file = write_tiny_model(tmp_path / "model") / "model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2)}, file, metadata={"format": "pt"})
@@ -468,6 +472,7 @@ def test_a_server_without_seeds_is_reported_and_gets_none(folder):
     assert fields[True] - fields[False] == {"seed"}
 
 
+@pytest.mark.process
 def test_a_model_not_built_yet_is_described_to_the_server():
     check_backends(load_config("quickstart"))
     with pytest.raises(ConfigError, match="no option 'blok_size'"):

@@ -322,6 +322,7 @@ def test_pools_of_all_policies_add_up():
     }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("error", "more", "sentence"),
     [
@@ -377,6 +378,7 @@ def test_a_run_of_several_policies_has_no_single_model():
         _ = run.model_path
 
 
+@pytest.mark.process
 def test_the_plan_shows_every_policy(model, plug_in, tmp_path):
     options = [*rows_of(tmp_path), "agent.loop=self_play", f"agent.environment={plug_in}:Talk", SEATS]
     facts = dict(prepare(load_config("quickstart", settings(model, tmp_path / "out", *options))).facts)

@@ -62,6 +62,7 @@ def test_updates_are_scored_before_them_while_others_generate():
     assert job.agents.queue.stats()["partitions"]["train"]["rows"] == 0
 
 
+@pytest.mark.process
 def test_the_plan_reports_when_streamed_mini_batches_are_used():
     def said(*overrides):
         return dict(make_plan(config(*overrides)).lines(config(*overrides)))["mini-batches as they come"]

@@ -23,6 +23,7 @@ def settings(tmp_path):
     return [*data, "epochs=2", "batch.batch_size=20", "batch.mini_batch_size=20", "runtime=inline"]
 
 
+@pytest.mark.process
 def test_each_stage_of_the_preparation_runs_once(settings, monkeypatch):
     calls = []
     for module, name in (

@@ -500,6 +500,7 @@ def test_no_key_of_the_table_is_given_twice():
     yaml.load(Path(equivalents.__file__).with_suffix(".yaml").read_text(), Unique)
 
 
+@pytest.mark.process
 def test_every_word_is_converted_or_listed():
     """Each of many keys is in the recipe or in a list, whatever its value."""
     keys = [

@@ -34,6 +34,7 @@ def test_no_pair_of_operands_is_trained_and_held_out():
         assert row["reward_model"]["ground_truth"] == str(a + b)
 
 
+@pytest.mark.process
 def test_seeds_order_the_rows_and_hold_out_the_same():
     (first, held_first), _ = rows_of(1)
     (second, held_second), _ = rows_of(2)

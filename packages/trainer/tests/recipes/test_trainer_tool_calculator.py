@@ -17,6 +17,7 @@ from rl_trainer.data.warmup import demonstration, write_tokenizer
 SMALL = ["data.options.num_rows=300", "data.eval_size=8"]
 
 
+@pytest.mark.process
 def test_the_model_sees_exactly_the_loop_s_tokens(tmp_path):
     """Otherwise the supervised part would teach a format that never comes up again."""
     config = load_config("tool_calculator", SMALL)

@@ -130,6 +130,7 @@ def test_each_requested_component_is_where_pipelines_look_for_it(placed, tmp_pat
     assert adapted.reference is adapted.actor
 
 
+@pytest.mark.process
 def test_a_teacher_is_an_engine_or_a_client_of_a_server(placed):
     components, made = placed("teacher.path=large", "teacher.divergence=mixed", "teacher.num_candidates=5")
     assert components.teacher is made[ReferenceWorker]
@@ -141,6 +142,7 @@ def test_a_teacher_is_an_engine_or_a_client_of_a_server(placed):
     assert ReferenceWorker not in made
 
 
+@pytest.mark.process
 def test_colocated_parts_leave_the_memory_to_the_servers(placed):
     keys = ["rollout.colocated=true", "algorithm.kl_coef=0.1", "algorithm.advantage=gae", "critic.lr=1e-3"]
     components, made = placed(*keys)

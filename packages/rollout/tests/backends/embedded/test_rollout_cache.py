@@ -1,5 +1,6 @@
 """Blocks: who holds them, how they are found again, and what a copy keeps."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +63,7 @@ def test_a_pool_grows_while_more_than_half_is_held():
     assert pool.num_free == 100
 
 
+@pytest.mark.process
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=9)), max_size=40), st.integers(4, 12))
 def test_no_block_has_two_owners_and_none_is_lost(operations, limit):
     """Each operation starts a sequence of these tokens (shared prefix first), or ends one."""

@@ -60,6 +60,7 @@ def serve(folder, adapters, scenario, **more):
     return asyncio.run(life())
 
 
+@pytest.mark.process
 def test_adapters_mixed_in_a_batch_equal_merged_models(qwen3_folder, adapters):
     async def scenario(server):
         # Twice each, one prompt: what is known of a prefix under one adapter is not taken for another's.
@@ -156,6 +157,7 @@ def removing(name):
     return {f"adapters.{name}.removed": torch.ones(1)}
 
 
+@pytest.mark.process
 @pytest.mark.promise("Adapters come and go by weight updates, each with its own version")
 def test_adapters_come_and_go_while_the_server_runs(qwen3_folder, adapters):
     async def scenario(server):
@@ -211,6 +213,7 @@ def test_a_change_of_adapters_that_is_refused_changes_nothing(qwen3_folder, adap
     serve(qwen3_folder, {"one": adapters["one"]}, scenario)
 
 
+@pytest.mark.process
 def test_requests_of_a_removed_adapter_end_and_others_go_on(qwen3_folder, adapters):
     """By the engine itself, step by step: two rows are under way, one is changed, and a third is in its cache."""
     folders = {name: path for name, (path, _) in adapters.items()}

@@ -130,6 +130,7 @@ def test_greedy_equals_transformers(name, tmp_path):
     assert [outputs[str(i)].token_ids for i in range(len(prompts()))] == expected(folder, prompts())
 
 
+@pytest.mark.process
 def test_greedy_equals_transformers_as_requests_join_and_leave(qwen3_folder):
     # Three rows for six requests, and lengths that differ: rows are reused, moved, and the cache grows.
     engine = build(qwen3_folder, max_num_seqs=3)
@@ -341,6 +342,7 @@ def test_attention_of_another_kind_is_refused(family, told, tmp_path):
         build(write_tiny_model(tmp_path / "model", family=family))
 
 
+@pytest.mark.process
 def test_frequencies_depending_on_the_batch_are_refused(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}

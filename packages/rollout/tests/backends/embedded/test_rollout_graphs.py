@@ -94,6 +94,7 @@ def outputs(engine, asked):
     return {name: (output.token_ids, output.weight_versions) for name, output in engine.take_events()}
 
 
+@pytest.mark.process
 def test_a_replayed_step_gives_the_same_tokens(qwen3_folder):
     want = run(plain(qwen3_folder))
     engine, captures = replaying(qwen3_folder)
@@ -133,6 +134,7 @@ def stopping(want):
         yield GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params), 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("most", [1, 3, 64])
 def test_rows_ending_in_a_replay_chain_leave_their_output(qwen3_folder, monkeypatch, most):
     """What was drawn after the end is nobody's, and blocks that come free hold what those who take them wrote."""
@@ -168,6 +170,7 @@ def test_graphs_outlive_a_sleep_and_new_weights_in_their_place(qwen3_folder):
     assert captures.num_pools == 2  # the first, and that of the table's place, which was not known before
 
 
+@pytest.mark.process
 def test_an_expert_model_keeps_its_cache_while_blocks_are_added(tmp_path, monkeypatch):
     """It has no graphs on a GPU, and its cache lies in one allocation, which cannot grow with its content."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -181,6 +184,7 @@ def test_an_expert_model_keeps_its_cache_while_blocks_are_added(tmp_path, monkey
     assert engine.cache._memory[1].calls == []  # taken once
 
 
+@pytest.mark.process
 def test_a_table_that_moves_voids_the_graphs(qwen3_folder):
     engine, captures = replaying(qwen3_folder)
     want, before = run(engine), captures.num_captured

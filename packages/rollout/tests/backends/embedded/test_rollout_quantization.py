@@ -62,6 +62,7 @@ def test_int8_logprobs_are_near_the_full_precision_ones(qwen3_folder, dtype):
     assert 0 < abs(logprobs[0] - want[0]) < 0.1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "slept"])
 def test_an_update_is_quantised_again(qwen3_folder, other_folder, sleeps):
     async def use(server, name):
@@ -83,6 +84,7 @@ def test_an_update_is_quantised_again(qwen3_folder, other_folder, sleeps):
     assert again[1] == pytest.approx(want[1], abs=1e-5)
 
 
+@pytest.mark.process
 def test_an_adapter_is_added_to_int8_layers(qwen3_folder, write_adapters):
     folders = write_adapters(qwen3_folder)
     options = {"adapters": {"one": str(folders["one"][0])}}
