@@ -380,6 +380,22 @@ def test_model_engines_become_backends(engine, layout, backend, parallel, missed
     assert not missed or missed in made.missing["model_engine"]
 
 
+@pytest.mark.parametrize(
+    ("words", "whole_layers", "parts"),
+    [
+        (["recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"], True, None),
+        (["recompute_granularity=selective"], False, ["core_attn"]),
+        (["recompute_granularity=selective", "recompute_modules=[core_attn,moe_act]"], False, ["core_attn", "moe_act"]),
+        ([], True, None),
+    ],
+)
+def test_megatron_recomputes_what_it_did(words, whole_layers, parts):
+    override = f"+{A}.megatron.override_transformer_config"
+    made, at_ = settings_of("model_engine=megatron", *(f"{override}.{word}" for word in words))
+    assert (at_("engine.activation_checkpointing"), at_("engine.recompute")) == (whole_layers, parts)
+    assert not any("recompute" in key for key in made.missing)
+
+
 def test_a_tool_s_answer_is_counted_in_characters_by_verl():
     words = [f"{R}.multi_turn.enable=True", f"{R}.multi_turn.max_tool_response_length=1026"]
     made, at_ = settings_of(*words)
