@@ -113,10 +113,7 @@ def baselines(name: str) -> dict[str, float]:
 
     constants = {"gym": ["0", "1", "2", "3"], "harness": ["3 return 0"]}
     same = [lambda _, each=each: each for each in constants.get(name, [])] or [lambda shown: _filled(shown, (1, 2, 3))]
-    return {
-        "random": mean(lambda shown: _RANDOM[name](shown, choose)),
-        "constant": max(mean(reply) for reply in same),
-    }
+    return {"random": mean(lambda shown: _RANDOM[name](shown, choose)), "constant": max(mean(reply) for reply in same)}
 
 
 async def _played(name: str, server: FakeGenerator, tokenizer: FakeTokenizer, rows: list[Any]) -> float:

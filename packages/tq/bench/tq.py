@@ -67,13 +67,7 @@ def gpu(run: Run) -> None:
 
 
 def values(
-    run: Run,
-    name: str,
-    data: TensorDict,
-    queue: rl_tq.TransferQueue,
-    peer: rl_tq.TransferQueue,
-    ray: Any,
-    other: Any,
+    run: Run, name: str, data: TensorDict, queue: rl_tq.TransferQueue, peer: rl_tq.TransferQueue, ray: Any, other: Any
 ) -> None:
     """Put, get, and get into a buffer that is used again."""
     tensors = plain(data)

@@ -107,11 +107,7 @@ def bounds(new_tokens):
     cached = 28 * 2 * 8 * 128 * 2  # bytes of a token's keys and values
     read = new_tokens * weights + rows * cached * sum(PROMPT_TOKENS + i for i in range(new_tokens))
     tokens = rows * (PROMPT_TOKENS + new_tokens)
-    return {
-        "generate": read / (2 * copied),
-        "update": 6 * PARAMETERS * tokens / flops,
-        "weight_sync": weights / copied,
-    }
+    return {"generate": read / (2 * copied), "update": 6 * PARAMETERS * tokens / flops, "weight_sync": weights / copied}
 
 
 def seconds_of(work):

@@ -51,14 +51,14 @@ class ChildProcess:
     """A process that says things, and may be killed.
 
     Args:
-        main: Function that it runs, with a pipe to say things through, and `arguments`.
+        main: Function that it runs, with a pipe to say things through, `arguments` and `options`.
     """
 
-    def __init__(self, main: Callable[..., None], *arguments: object) -> None:
+    def __init__(self, main: Callable[..., None], *arguments: object, **options: object) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rl_ckpt.testing.ends"])
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=main, args=(theirs, *arguments), daemon=True)
+        self._process = context.Process(target=main, args=(theirs, *arguments), kwargs=options, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -112,31 +112,22 @@ class EndProcess(ChildProcess):
         place: Set-up of the process and of its weights; see `BetweenProcesses`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        role: Role,
-        *,
-        version: int = 0,
-        num_tensors: int = 12,
-        num_peers: int = 1,
-        stop_after: int | None = None,
-        die_at: tuple[str, str] | None = None,
-        token: str | None = None,
-        place: tuple[SetUp | None, Hold | None] = (None, None),
-    ) -> None:
-        super().__init__(_main, address, token, role, (version, num_tensors, num_peers), stop_after, die_at, place)
+    def __init__(self, address: str, role: Role, **options: Any) -> None:
+        super().__init__(_main, address, role, **options)
 
 
 def _main(
     pipe: Connection,
     address: str,
-    token: str | None,
     role: Role,
-    plan: tuple[int, int, int],
-    stop_after: int | None,
-    die_at: tuple[str, str] | None,
-    place: tuple[SetUp | None, Hold | None],
+    *,
+    version: int = 0,
+    num_tensors: int = 12,
+    num_peers: int = 1,
+    stop_after: int | None = None,
+    die_at: tuple[str, str] | None = None,
+    token: str | None = None,
+    place: tuple[SetUp | None, Hold | None] = (None, None),
 ) -> None:
     torch.set_num_threads(1)
     set_up, hold = place
@@ -151,7 +142,7 @@ def _main(
             if stop_after == -1:
                 _stop(pipe)
             if role is Role.SEND:
-                pipe.send(_send(engine, pipe, plan, stop_after, hold))
+                pipe.send(_send(engine, pipe, (version, num_tensors, num_peers), stop_after, hold))
             else:
                 pipe.send(_take(engine, pipe, stop_after))
     except CkptError as error:
