@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -49,6 +49,27 @@ def num_audio_tokens(config: Any, frames: N) -> N:
     return rest + frames // chunk * 13  # what three such convolutions make of 100 frames, which is every chunk's size
 
 
+def audio_arguments(pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Keyword arguments of the model for sounds, each as `[frames, mels]`: padded to the longest, and a mask."""
+    lengths = torch.tensor([len(piece) for piece in pieces], device=pieces[0].device)
+    padded = torch.nn.utils.rnn.pad_sequence([*pieces], batch_first=True).transpose(1, 2)
+    mask = torch.arange(padded.shape[2], device=lengths.device) < lengths[:, None]
+    return {"input_features": padded, "feature_attention_mask": mask}
+
+
+def omni_positions(trunk: Any, given_ids: Tensor, sizes: Mapping[str, Tensor]) -> Tensor:
+    """`[3, T]` positions (time, height, width) of one row, for thinkers.
+
+    Args:
+        trunk: The base model, of transformers.
+        given_ids: `[T]` int64 token ids, -1 where a model sampled the token.
+        sizes: Columns of grids, of seconds and of `LENGTHS`, those that the row has.
+    """
+    names = {"second_per_grid_ts": "second_per_grids", LENGTHS: "audio_seqlens"}
+    renamed = {names.get(name, name): value for name, value in sizes.items()}
+    return trunk.get_rope_index(given_ids[None], attention_mask=torch.ones_like(given_ids)[None], **renamed)[0][:, 0]
+
+
 RATE = 16_000
 """Samples per second that audio towers take."""
 
@@ -72,7 +93,7 @@ def decode_audio(url: str, most_s: float) -> np.ndarray:
         import av
         from av.error import FFmpegError
     except ImportError as error:
-        raise ValueError("decoding a sound needs PyAV: pip install av") from error
+        raise ValueError("sounds are decoded by PyAV, which is not installed: pip install av") from error
     most, length, parts = int(most_s * RATE), 0, list[np.ndarray]()
     try:
         encoded = base64.b64decode(url.partition(",")[2], validate=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl_csrc.inference.audio import FRAMES, LENGTHS, AudioProcessor, audio_arguments, is_audio, takes_audio
 from rl_csrc.inference.videos import SECONDS, VIDEO_GRIDS, VIDEO_PIXELS, VideoProcessor, is_video, video_columns
 
 if TYPE_CHECKING:
@@ -134,14 +135,19 @@ class ImageProcessor:
             return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
         config, self._processor = load(AutoConfig), load(AutoImageProcessor)
+        config = getattr(config, "thinker_config", config)
         values = config.to_dict()
         self._image_columns = image_columns(values)
         self.columns = self._image_columns + video_columns(values)
-        """Names of the columns of images and videos."""
+        """Names of the columns of images, videos and sounds."""
         self.token_id = int(config.image_token_id)
         """Id of an image's placeholder."""
         self.video_token_id = int(config.video_token_id) if video_columns(values) else None
         """Id of a video's placeholder; None where the model takes none."""
+        self._audio = AudioProcessor(folder) if takes_audio(values) else None
+        self.columns += self._audio.columns if self._audio else ()
+        self.audio_token_id = self._audio.token_id if self._audio else None
+        """Id of a sound's placeholder; None where the model takes none."""
         self._folder, self._config = folder, values
         self._side, self._merge = config.vision_config.patch_size, merge_size(config)
         self._options: dict[str, Any] = {}
@@ -164,11 +170,15 @@ class ImageProcessor:
         return VideoProcessor(self._folder, self._config, encode)
 
     def placeholder(self, url: str) -> int:
-        """Placeholder id of an image or a video.
+        """Placeholder id of an image, a video or a sound.
 
         Raises:
-            ValueError: it is a video, and the model takes none.
+            ValueError: it is a video or a sound, and the model takes none.
         """
+        if is_audio(url):
+            if self.audio_token_id is None:
+                raise ValueError(f"models of type {self._config['model_type']!r} take no sounds; leave them out")
+            return self.audio_token_id
         if not is_video(url):
             return self.token_id
         if self.video_token_id is None:
@@ -180,22 +190,26 @@ class ImageProcessor:
     def runs(self, urls: Sequence[str], runs: Sequence[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:
         """Tokens of images and videos by the id of their placeholder, each kind in its order."""
         found: dict[int, list[tuple[int, ...]]] = {self.token_id: []}
+        if self.audio_token_id is not None:
+            found[self.audio_token_id] = []
         for url, run in zip(urls, runs, strict=True):
             found.setdefault(self.placeholder(url), []).append(run)
         return found
 
-    def read_video(self, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-        """Tokens of a video, and the values of its columns.
+    def read_clip(self, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """Tokens of a video or a sound, and the values of its columns.
 
         Raises:
-            ValueError: see `VideoProcessor.read`; the model takes no videos.
+            ValueError: see `VideoProcessor.read` and `AudioProcessor.read`; the model takes none.
         """
         self.placeholder(url)
-        return self._videos.read(url)
+        return self._audio.read(url) if self._audio is not None and is_audio(url) else self._videos.read(url)
 
-    def num_video_tokens(self, url: str) -> int:
-        """Tokens of a video, whose frames are not decoded; raises as `read_video`."""
+    def num_clip_tokens(self, url: str) -> int:
+        """Tokens of a video, whose frames are not decoded, or of a sound; raises as `read_clip`."""
         self.placeholder(url)
+        if is_audio(url):
+            return len(self.read_clip(url)[0])
         return len(self._videos.sampled(url)[1].tokens)
 
     def read(self, image: Any) -> tuple[tuple[int, ...], dict[str, Tensor]]:
@@ -236,7 +250,7 @@ class ImageProcessor:
         none = {name: value[:0] for name, value in self.read(Image.new("RGB", (64, 64)))[1].items()}
         if self.video_token_id is not None:
             none |= {VIDEO_PIXELS: none[PIXELS], VIDEO_GRIDS: none[GRIDS], SECONDS: torch.empty(0)}
-        return none
+        return none | (self._audio.empty() if self._audio is not None else {})
 
 
 def rope_positions(trunk: Any, ids: Tensor, kinds: Tensor, sizes: Mapping[str, Tensor]) -> Tensor:
@@ -262,7 +276,9 @@ def rope_positions(trunk: Any, ids: Tensor, kinds: Tensor, sizes: Mapping[str, T
 def image_arguments(columns: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
     """Keyword arguments of the model for images in these columns; `side` is the pixels of a patch's side."""
     if GRIDS in columns:  # of the kinds that there are; positions are made elsewhere
-        return {name: value for name, value in columns.items() if len(value) and name != SECONDS}
+        found = {name: value for name, value in columns.items() if len(value) and name != SECONDS}
+        lengths = found.pop(LENGTHS, None)
+        return found if lengths is None else found | audio_arguments(found[FRAMES].split(lengths.tolist()))
     if SIZES not in columns:
         return dict(columns)
     return {**columns, PIXELS: from_patches(columns[PIXELS], columns[SIZES], side)}

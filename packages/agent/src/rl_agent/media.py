@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rl_agent.audio import audio_url
 from rl_agent.errors import RowError
 
 if TYPE_CHECKING:
@@ -21,17 +22,18 @@ if TYPE_CHECKING:
 def take_images(
     messages: Sequence[Message], row: Mapping[str, Any], *, takes_videos: bool = False
 ) -> tuple[list[Message], tuple[str, ...]]:
-    """Extract images and videos of messages; returns messages for a chat template, and data URLs in their order.
+    """Extract images, videos and sounds; returns messages for a chat template, and data URLs in their order.
 
     Parts of a message's content may be `{"type": "image"}`, which stands for the next of the row's `images`, the same
     with the image itself under `image`, and `{"type": "image_url", "image_url": {"url": ...}}`. In the same way
     `video`, `videos` and `video_url`. A model that `takes_videos` gets the video (see `video_url`), another one frames
-    of it, as many as `nframes` of the part says (8), each an image in its place.
+    of it, as many as `nframes` of the part says (8), each an image in its place. In the same way `audio`, `audios` and
+    `audio_url`, or OpenAI's `input_audio`: see `rl_agent.audio`.
 
     Raises:
-        RowError: there are more images or videos than places for them, or fewer, or something is none.
+        RowError: there are more images, videos or sounds than places for them, or fewer, or something is none.
     """
-    given = {kind: list(row.get(f"{kind}s") or ()) for kind in ("image", "video")}
+    given = {kind: list(row.get(f"{kind}s") or ()) for kind in ("image", "video", "audio")}
     left = {kind: iter(values) for kind, values in given.items()}
     taken, plain = list[str](), list["Message"]()
     for message in messages:
@@ -54,6 +56,10 @@ def take_images(
                 taken.append(video_url(medium, fps=part.get("fps"), num_frames=part.get("nframes")))
                 parts.append({"type": "video"})
                 continue
+            if kind == "audio":
+                taken.append(audio_url(medium))
+                parts.append({"type": "audio"})
+                continue
             shown = (data_url(medium),) if kind == "image" else frame_urls(medium, part.get("nframes", NUM_FRAMES))
             taken += shown
             parts += [{"type": "image"}] * len(shown)
@@ -66,23 +72,26 @@ def take_images(
 
 
 def _own(part: Mapping[str, Any], kind: str) -> Any:
-    """Image or video that a content part holds itself."""
+    """Image, video or sound that a content part holds itself."""
+    if "input_audio" in part:
+        return f"data:audio/{part['input_audio'].get('format')};base64,{part['input_audio'].get('data')}"
     return part[f"{kind}_url"]["url"] if f"{kind}_url" in part else part.get(kind)
 
 
 def _kind_of(part: Any) -> str | None:
-    """Kind of a content part: `image` or `video`; None for others."""
+    """Kind of a content part: `image`, `video` or `audio`; None for others."""
     name = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else None
-    return {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}.get(name or "")
+    kind = str(name).removesuffix("_url").removeprefix("input_")
+    return kind if kind in ("image", "video", "audio") and name != "input_image" else None
 
 
 def count_images(messages: Sequence[Message]) -> int:
-    """Number of placeholders of images and videos in messages from `take_images`."""
+    """Number of placeholders of images, videos and sounds in messages from `take_images`."""
     return sum(_kind_of(part) is not None for message in messages for part in _parts(message))
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Messages without their placeholders of images and videos."""
+    """Messages without their placeholders of images, videos and sounds."""
     return [
         {**message, "content": [part for part in _parts(message) if _kind_of(part) is None]}
         if count_images([message])

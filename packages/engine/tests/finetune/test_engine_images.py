@@ -280,6 +280,7 @@ BAD = {
     "spelled": ([], [asks("<image>")], r"has 0 images and 1 placeholders for them \(token 53\)"),
     "kind": ("a.png", [asks(SEEN)], "images is a str; wanted a list of images"),
     "video": ([], [asks({"type": "video"})], "has a video; training programs take images, such as frames of it"),
+    "sound": ([], [asks({"type": "audio"})], "has a sound; training programs take images, and rl-train sounds too"),
     "said": ([url(picture())], [{"role": "assistant", "content": [SEEN]}, asks("b")], "an assistant's message has an"),
 }
 

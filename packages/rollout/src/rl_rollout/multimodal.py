@@ -15,6 +15,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rl_csrc.inference.audio import is_audio
 from rl_csrc.inference.images import ImageProcessor
 from rl_csrc.inference.videos import is_video
 from rl_rollout.errors import RequestError
@@ -54,8 +55,10 @@ class ImagePreparer:
     def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
         self.token_id, self.video_token_id = processor.token_id, processor.video_token_id
-        self.token_ids = [kind for kind in (self.token_id, self.video_token_id) if kind is not None]
-        """Placeholder ids of images and videos."""
+        self.audio_token_id = processor.audio_token_id
+        kinds = (self.token_id, self.video_token_id, self.audio_token_id)
+        self.token_ids = [kind for kind in kinds if kind is not None]
+        """Placeholder ids of images, videos and sounds."""
 
     def prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, PreparedImages]:
         """Expand the placeholders of a request, and prepare its images and videos.
@@ -65,7 +68,9 @@ class ImagePreparer:
                 with one, or outputs about the prompt are asked for, which an image prompt does not have.
         """
         given = _given(request.prompt_token_ids, request.sampled_spans)
-        if given[-1] == self.token_id or (request.has_videos and given[-1] == self.video_token_id):
+        if given[-1] in (self.token_id, self.audio_token_id) or (
+            request.has_videos and given[-1] == self.video_token_id
+        ):
             raise RequestError(f"request {request.request_id!r}: the prompt ends with an image; let a token follow it")
         if request.returns_prompt_logprobs:
             raise RequestError(
@@ -88,12 +93,13 @@ class ImagePreparer:
 
     def _read(self, request_id: str, index: int, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """Tokens of an image or a video, and the values of its columns."""
-        if not is_video(url):
+        if not is_video(url) and not is_audio(url):
             return self._processor.read(_decoded(request_id, index, url))
         try:
-            return self._processor.read_video(url)
+            return self._processor.read_clip(url)
         except (OSError, ValueError) as error:
-            raise RequestError(f"request {request_id!r}: image {index} is a video: {error}") from error
+            kind = "sound" if is_audio(url) else "video"
+            raise RequestError(f"request {request_id!r}: image {index} is a {kind}: {error}") from error
 
     def check_blind(self, request: GenerateRequest) -> None:
         """Check that a request without images has no image placeholder in its prompt.

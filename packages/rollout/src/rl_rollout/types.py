@@ -147,8 +147,8 @@ class GenerateRequest:
     adapter: str | None = None
     """Name of the LoRA adapter that generates; None: the base model."""
     images: tuple[str, ...] = ()
-    """Data URLs of encoded images and videos, in the order of their placeholders. See `Capabilities.takes_images` and
-    `takes_videos`; `rl_csrc.inference.videos` for those of videos."""
+    """Data URLs of encoded images, videos and sounds, in the order of their placeholders. See
+    `Capabilities.takes_images`, `takes_videos` and `takes_audio`; `rl_csrc.inference.videos` for those of videos."""
     sampled_spans: tuple[tuple[int, int], ...] = ()
     """Ascending [start, end) spans of the prompt that a model sampled: earlier turns, or a completion that is resumed.
     A sampled placeholder is a token like any other, and represents no image."""
@@ -157,6 +157,11 @@ class GenerateRequest:
     def has_videos(self) -> bool:
         """Whether videos are among its images."""
         return any(url.startswith("data:video/") for url in self.images)
+
+    @property
+    def has_sounds(self) -> bool:
+        """Whether sounds are among its images."""
+        return any(url.startswith("data:audio/") for url in self.images)
 
     @property
     def has_extras(self) -> bool:
@@ -312,6 +317,8 @@ class Capabilities:
     """Whether it supports images in `GenerateRequest.images`."""
     takes_videos: bool = False
     """Whether it supports videos in `GenerateRequest.images`."""
+    takes_audio: bool = False
+    """Whether it supports sounds in `GenerateRequest.images`."""
     num_receivers: int = 1
     """Number of weight receivers that one `update_weights` opens, one on each rank of the server: a sender waits for
     exactly so many."""

@@ -179,6 +179,7 @@ def check_extras(request: GenerateRequest, capabilities: Capabilities) -> None:
         "returns_routed_experts": capabilities.gives_routed_experts or not request.returns_routed_experts,
         "adapter": capabilities.has_adapters or request.adapter is None,
         "images": capabilities.takes_images or not request.images,
+        "sounds": capabilities.takes_audio or not request.has_sounds,
         "videos": capabilities.takes_videos or not request.has_videos,
         "seed": capabilities.is_seeded or request.sampling_params.seed is None,
         "structured output": capabilities.structured != "none" or not request.sampling_params.is_structured,

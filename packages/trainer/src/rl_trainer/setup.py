@@ -16,7 +16,7 @@ from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
 from rl_trainer.checkpoints import folder_of, queue_snapshot
 from rl_trainer.config.schema import ENGINE_POOL
-from rl_trainer.data import shows_images, shows_videos
+from rl_trainer.data import has_sounds, shows_images, shows_videos
 from rl_trainer.data.sampler import make_prompts
 from rl_trainer.pipeline import ema_reference
 from rl_trainer.pipeline.components import Components
@@ -158,7 +158,9 @@ def place(
     has_videos = model_facts(model_path).takes_videos and any(map(shows_videos, rows))
     for own, (_, servers) in zip(jobs, started, strict=True):
         for can in servers.capabilities:
-            check_started(own.config, can, has_images=has_images, has_videos=has_videos)
+            check_started(
+                own.config, can, has_images=has_images, has_videos=has_videos, has_audio=any(map(has_sounds, rows))
+            )
     agents = create_agents(jobs, started)
     prompts = create_prompts(job, datasets, agents)
     queue = rl_tq.registry.connect(job.queue_address, timeout_s=config.timeout_s)

@@ -53,6 +53,8 @@ def take_images(messages: Sequence[Message], given: Sequence[Any]) -> tuple[list
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind in ("video", "video_url"):
                     raise DataError("has a video; training programs take images, such as frames of it")
+                if kind in ("audio", "audio_url", "input_audio"):
+                    raise DataError("has a sound; training programs take images, and rl-train sounds too")
                 if kind not in ("image", "image_url"):
                     continue
                 if message.get("role") == "assistant":

@@ -11,13 +11,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from rl_csrc.inference.audio import FRAMES, LENGTHS, num_audio_tokens, takes_audio
+from rl_csrc.inference.audio import FRAMES, LENGTHS, audio_arguments, num_audio_tokens, omni_positions, takes_audio
 from rl_csrc.inference.images import GRIDS, image_columns
 from rl_engine.batch.packed import to_device
 from rl_engine.errors import BatchError
-from rl_engine.layers.multimodal import SECONDS, ImageInputs, MultimodalInputs, modalities_in
+from rl_engine.layers.multimodal import ImageInputs, MultimodalInputs, modalities_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -104,12 +103,7 @@ class OmniInputs(MultimodalInputs):
         return [*super()._size_columns(batch), *([LENGTHS] if batch.has(LENGTHS) else [])]
 
     def _positions(self, given_ids: Tensor, sizes: dict[str, Tensor]) -> Tensor:
-        names = {SECONDS: "second_per_grids", LENGTHS: "audio_seqlens"}
-        renamed = {names.get(name, name): value for name, value in sizes.items()}
-        positions, _ = self._trunk.get_rope_index(
-            given_ids[None], attention_mask=torch.ones_like(given_ids)[None], **renamed
-        )
-        return positions[:, 0].T
+        return omni_positions(self._trunk, given_ids, sizes).T
 
     def arguments(self, rows: PackedRows) -> dict[str, Any]:
         """See `MultimodalInputs`; the sounds' features are made here."""
@@ -127,15 +121,13 @@ class OmniInputs(MultimodalInputs):
                 kept = self._kept(self._token_id, num_audio_tokens(self._config, lengths), given, fed).tolist()
                 pieces, widths = [pieces[index] for index in kept], [widths[index] for index in kept]
         self._given.ids = (given if fed is None or rows.given_ids is None else given[fed])[None]
-        counts = torch.tensor([*map(len, pieces)], device=device)
-        padded = pad_sequence([*pieces], batch_first=True).transpose(1, 2)
-        mask = torch.arange(padded.shape[2], device=device) < counts[:, None]
-        self._padding.pad_to(widths, counts)
-        features = self._hear(padded, mask, return_dict=True).last_hidden_state
+        sounds = audio_arguments(pieces)
+        self._padding.pad_to(widths, torch.tensor([*map(len, pieces)], device=device))
+        features = self._hear(**sounds, return_dict=True).last_hidden_state
         for _ in range(self.num_passes - len(modalities_in(rows))):
             features = features + self.blank(device)
         self._features = features
-        return {**found, "input_features": padded, "feature_attention_mask": mask}
+        return found | sounds
 
 
 def _by_row(pieces: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:

@@ -17,13 +17,20 @@ A backend passes the suite like this:
 
 from rl_rollout.testing.conformance import Served, ServerConformance
 from rl_rollout.testing.fake import FakeReceiver, FakeServer
-from rl_rollout.testing.tiny_models import load_weights, write_tiny_model, write_tiny_omni_model, write_tiny_vl_model
+from rl_rollout.testing.tiny_models import (
+    encoded_tone,
+    load_weights,
+    write_tiny_model,
+    write_tiny_omni_model,
+    write_tiny_vl_model,
+)
 
 __all__ = [
     "FakeReceiver",
     "FakeServer",
     "Served",
     "ServerConformance",
+    "encoded_tone",
     "load_weights",
     "write_tiny_model",
     "write_tiny_omni_model",

@@ -217,6 +217,25 @@ def _write_tiled(folder: Path, family: str, seed: int, overrides: dict[str, Any]
     return _write_model(folder, AutoModelForImageTextToText, config, seed)
 
 
+def encoded_tone(kind: str, hertz: float, *, seconds: float = 1.0, rate: int = 16_000) -> bytes:
+    """A sine as a file, by PyAV: `wav`, `flac`, `mp3` or another format of FFmpeg with an encoder of its own."""
+    import io
+
+    import av
+    import numpy as np
+
+    file, wave = io.BytesIO(), np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)
+    with av.open(file, "w", format=kind) as container:
+        codec = {"wav": "pcm_s16le", "mp3": "libmp3lame"}.get(kind, kind)
+        stream: Any = container.add_stream(codec, rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray((16_000 * wave).astype(np.int16)[None], format="s16", layout="mono")
+        frame.sample_rate = rate
+        fitted = av.AudioResampler(format=stream.format.name, layout="mono", rate=rate).resample(frame)
+        for part in (*fitted, None):
+            container.mux(stream.encode(part))
+    return file.getvalue()
+
+
 def load_weights(folder: Path | str) -> dict[str, Tensor]:
     """Load the weights of a model folder, by name."""
     from safetensors.torch import load_file

@@ -66,7 +66,7 @@ def inputs_of(folder, ids, urls):
     from rl_rollout.multimodal import _decoded
 
     processor = ImageProcessor(folder)
-    read = [processor.read_video(url) if is_video(url) else processor.read(_decoded("", 0, url)) for url in urls]
+    read = [processor.read_clip(url) if is_video(url) else processor.read(_decoded("", 0, url)) for url in urls]
     runs = iter([run for run, _ in read])
     written = [token for each in ids for token in (next(runs) if each in (IMAGE, VIDEO) else (each,))]
     columns = {name: value for name, value in processor.join([values for _, values in read]).items() if len(value)}

@@ -233,13 +233,18 @@ def checked(record: Mapping[str, Any], where: str) -> Row:
 
 
 def shows_images(row: Row) -> bool:
-    """Whether the prompt has images or videos."""
-    return _has_parts(row, ("image", "image_url", "video", "video_url"))
+    """Whether the prompt has images, videos or sounds."""
+    return _has_parts(row, ("image", "image_url", "video", "video_url")) or has_sounds(row)
 
 
 def shows_videos(row: Row) -> bool:
     """Whether the prompt has videos."""
     return _has_parts(row, ("video", "video_url"))
+
+
+def has_sounds(row: Row) -> bool:
+    """Whether the prompt has sounds."""
+    return _has_parts(row, ("audio", "audio_url", "input_audio"))
 
 
 def _has_parts(row: Row, kinds: tuple[str, ...]) -> bool:

@@ -24,7 +24,7 @@ from rl_rollout.errors import RolloutError
 from rl_trainer import plugins
 from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.checkpoints import check_output_dir
-from rl_trainer.data import shows_images
+from rl_trainer.data import has_sounds, shows_images
 from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.pipeline.roles import (
     actor_config,
@@ -162,7 +162,7 @@ def check_policy(config: Config, rows: list[Row], *, is_served: bool) -> None:
 def _check_rollouts(config: Config, rows: list[Row]) -> None:
     check_loop_options(config.agent)
     if config.model.path is not None and any(shows_images(row) for row in rows):
-        check_images(config)
+        check_images(config, has_audio=any(map(has_sounds, rows)))
     check_rewards(config.reward, rows)
 
 
@@ -250,8 +250,8 @@ def folder_facts(config: Config) -> list[tuple[str, str]]:
     return [("turns end at", ends), *(("warning", warning) for warning in warnings)]
 
 
-def check_images(config: Config) -> None:
-    """Check that the policy takes images, which rows of the data have.
+def check_images(config: Config, *, has_audio: bool = False) -> None:
+    """Check that the policy takes images, or with `has_audio` sounds, which rows of the data have.
 
     Raises:
         InputError: it takes none.
@@ -261,6 +261,11 @@ def check_images(config: Config) -> None:
         raise InputError(
             f"rows of the data have images, and the model in {config.model.path} takes none: "
             f"{facts.why_blind}; choose another, or leave those rows out"
+        )
+    if has_audio and not facts.takes_audio:
+        raise InputError(
+            f"rows of the data have sounds, and the model in {config.model.path} takes none; models that do: "
+            "Qwen2.5-Omni, Qwen3-Omni. Choose one, or leave those rows out"
         )
 
 
@@ -362,6 +367,13 @@ _VIDEOS = _Need(
     is_known_early=False,
 )
 
+_SOUNDS = _Need(
+    lambda _: True,
+    lambda can: can.takes_audio,
+    "takes no sounds for this model, and rows of the data have some; choose the embedded backend, or other rows",
+    is_known_early=False,
+)
+
 
 def check_backends(config: Config) -> list[tuple[str, str]]:
     """Check the backends' settings and capabilities; returns lines of the plan.
@@ -453,13 +465,16 @@ def _has_votes(config: Config) -> bool:
     return has_votes(address_of(config.weights_transport, "plan", ("127.0.0.1", 1)))
 
 
-def check_started(config: Config, can: Capabilities, *, has_images: bool, has_videos: bool = False) -> None:
+def check_started(
+    config: Config, can: Capabilities, *, has_images: bool, has_videos: bool = False, has_audio: bool = False
+) -> None:
     """Check the capabilities of a started server.
 
     Raises:
         ConfigError: less than is asked for.
     """
-    _require(config, can, [*_NEEDS, *([_IMAGES] if has_images else []), *([_VIDEOS] if has_videos else [])])
+    media = {_IMAGES: has_images, _VIDEOS: has_videos, _SOUNDS: has_audio}
+    _require(config, can, [*_NEEDS, *(need for need, is_there in media.items() if is_there)])
 
 
 def _require(config: Config, can: Capabilities, needs: list[_Need]) -> None:

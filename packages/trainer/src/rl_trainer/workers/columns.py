@@ -213,8 +213,10 @@ IMAGES = (
     "pixel_values_videos",
     "video_grid_thw",
     "second_per_grid_ts",
+    "input_features",
+    "audio_feature_lengths",
 )
-"""Ragged columns of images and videos, of which a model takes some: see `rl_engine.registry.describe_model`."""
+"""Ragged columns of images, videos and sounds, of which a model takes some: see `rl_engine.registry.describe_model`."""
 
 
 class ImageReader:
@@ -236,16 +238,16 @@ class ImageReader:
         """Extra tokens of a prompt with these images and videos, beyond one placeholder each; pixels are not read.
 
         Raises:
-            DataError: a video cannot be read, or exceeds a bound.
+            DataError: a video or a sound cannot be read, or exceeds a bound.
         """
         return sum(map(self._num_tokens, urls)) - len(urls)
 
     def _num_tokens(self, url: str) -> int:
-        if url.startswith("data:video/"):
+        if url.startswith(("data:video/", "data:audio/")):
             try:
-                return self._processor.num_video_tokens(url)
+                return self._processor.num_clip_tokens(url)
             except (OSError, ValueError) as error:
-                raise DataError(f"a video cannot be used: {error}") from error
+                raise DataError(f"a {url[5:10]} cannot be used: {error}") from error
         image = _opened(url)
         return self._processor.num_tokens(image.height, image.width)
 
@@ -268,12 +270,12 @@ class ImageReader:
         return written, values
 
     def _read(self, url: str) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-        if not url.startswith("data:video/"):
+        if not url.startswith(("data:video/", "data:audio/")):
             return self._processor.read(_opened(url).convert("RGB"))
         try:
-            return self._processor.read_video(url)
+            return self._processor.read_clip(url)
         except ValueError as error:
-            raise TrainerError(f"a trajectory has a video that cannot be read: {error}") from error
+            raise TrainerError(f"a trajectory has a {url[5:10]} that cannot be read: {error}") from error
 
 
 def written_out(output: AgentLoopOutput, runs: Mapping[int, Sequence[tuple[int, ...]]]) -> AgentLoopOutput:

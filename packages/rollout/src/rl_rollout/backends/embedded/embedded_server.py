@@ -89,6 +89,7 @@ class EmbeddedServer(RolloutServer):
             has_adapters=bool(self.model.adapters.max_adapters),
             takes_images=self.model.image_reader is not None,
             takes_videos=self.model.image_reader is not None and self.model.image_reader.takes_videos,
+            takes_audio=self.model.image_reader is not None and self.model.image_reader.takes_audio,
             takes_slices=True,
             updates_adapters=True,
             structured="model",

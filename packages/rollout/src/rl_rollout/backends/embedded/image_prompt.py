@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_csrc.inference.audio import LENGTHS, omni_positions
 from rl_csrc.inference.images import GRIDS, GivenPlaceholders, image_arguments, image_columns, rope_positions
 from rl_csrc.inference.videos import SECONDS, VIDEO_GRIDS
 from rl_rollout.multimodal import load_preparer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rl_rollout.multimodal import ImagePreparer
     from rl_rollout.types import GenerateRequest
 
-_SIZES = (GRIDS, VIDEO_GRIDS, SECONDS)
+_SIZES = (GRIDS, VIDEO_GRIDS, SECONDS, LENGTHS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +54,7 @@ class ImageReader:
         self._side = module.config.vision_config.patch_size
         self._prepare = preparer.prepare
         self._token_ids = preparer.token_ids
+        self.takes_audio = preparer.audio_token_id is not None
         self.takes_videos = preparer.video_token_id is not None
         self.check_blind = preparer.check_blind
         self.given = GivenPlaceholders(self._trunk)
@@ -73,7 +75,11 @@ class ImageReader:
             sizes = {name: prepared.columns[name] for name in _SIZES if len(prepared.columns.get(name, ()))}
             for code, (name, each) in enumerate(zip((GRIDS, VIDEO_GRIDS), self._token_ids, strict=False), 1):
                 kinds += code * (row == each) * (name in sizes)
-            positions = rope_positions(self._trunk, torch.tensor(ids), kinds, sizes)
+            positions = (
+                omni_positions(self._trunk, row, sizes).long()
+                if self.takes_audio
+                else rope_positions(self._trunk, torch.tensor(ids), kinds, sizes)
+            )
             shift = int(positions.max()) + 1 - len(ids)
         return request, ImagePrompt(
             positions=positions,
