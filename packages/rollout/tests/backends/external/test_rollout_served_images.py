@@ -208,7 +208,13 @@ def folder(tmp_path_factory):
 class Processor:
     """Two patches of four numbers make a feature; every image has as many features as it is pixels wide."""
 
-    token_id = IMAGE
+    token_id, video_token_id = IMAGE, None
+
+    def placeholder(self, url):
+        return IMAGE
+
+    def runs(self, urls, runs):
+        return {IMAGE: runs}
 
     def __init__(self):
         self.num_read = 0
