@@ -1,11 +1,10 @@
 """Environment of examples/actions: a hand that a picture shows reaches a target."""
 
-import io
 import math
-from base64 import b64encode
 
 import numpy
-from PIL import Image
+
+from rl_omni.pictures import observation_of
 
 SIZE, RADIUS = 32, 0.3
 
@@ -29,10 +28,7 @@ class Reach:
         for point, colour in ((self.target, (220, 40, 40)), (self.hand, (255, 255, 255))):
             x, y = ((point + 1) / 2 * (SIZE - 6)).round().astype(int)
             pixels[y : y + 6, x : x + 6] = colour
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        url = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
-        return [{"type": "image", "image": url}, {"type": "text", "text": "reach the target"}]
+        return observation_of(pixels, "reach the target")
 
     def step(self, action):
         self.hand = numpy.clip(self.hand + numpy.clip(action, -1, 1), -1, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,3 +36,9 @@ def picture_of(url: str) -> Tensor:
     image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3).permute(2, 0, 1) / 255
+
+
+def observation_of(pixels: Any, text: str) -> list[dict[str, str]]:
+    """Content parts of an observation: a (H, W, 3) uint8 array as a picture, and the instruction."""
+    url = data_url(torch.from_numpy(pixels.copy()).permute(2, 0, 1) / 255)
+    return [{"type": "image", "image": url}, {"type": "text", "text": text}]
