@@ -22,11 +22,9 @@ from rl_omni.testing import write_tiny_policy
 ROOT = Path(__file__).parents[3]
 EXAMPLE, FOLDER = ROOT / "examples/actions", Path("outputs/actions")
 HEADS = {"bins": {"action_size": 2, "num_bins": 16}, "flow": {"action_size": 2, "num_steps": 4, "noise": 0.5}}
-RECIPES = {"GRPO, bins": ("reach", "bins"), "PPO, bins": ("reach_ppo", "bins"), "GRPO, flow": ("reach", "flow")}
-SEEDS = (1, 2, 3)
+RECIPES = {"GRPO, bins": ("reach", "bins"), "PPO, bins": ("reach_ppo", "bins"), "GRPO, flow": ("reach_flow", "flow")}
+SEEDS = (1,)
 """Seeds of a run: its episodes and its sampling. The policy after imitation is the same."""
-STUDENT = 4.303
-"""Student's t of a 95% interval over three seeds."""
 
 
 def episodes(environment, seeds):
@@ -103,12 +101,10 @@ def main(run):
     """Run the recipes, and compare."""
     found = {}
     for name in [*RECIPES][:1] if run.quick else RECIPES:
-        seeds = [trained(name, seed, *(["steps=2"] if run.quick else [])) for seed in SEEDS[: 1 if run.quick else None]]
+        seeds = [trained(name, seed, *(["steps=2"] if run.quick else [])) for seed in SEEDS]
         first, last = ([each["eval_reward"][at] for each in seeds] for at in (0, -1))
         gains = [after - before for before, after in zip(first, last, strict=True)]
         found[name] = {"seeds": seeds, "gain_mean": statistics.mean(gains)}
-        if len(gains) == len(SEEDS):
-            found[name]["gain_half_width_95"] = STUDENT * statistics.stdev(gains) / len(gains) ** 0.5
         for what, values in (("after imitation", first), ("after RL", last)):
             run.record(f"{name}: success {what}", f"ours, seeds: {len(seeds)}", values, unit="success", role="ours")
     run.parameters(command="rl-train RECIPE seed=N", random_policy=random_policy(), recipes=found)

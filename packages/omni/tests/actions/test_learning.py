@@ -28,7 +28,7 @@ class Sides:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "recipe"), [("bins", "reach"), ("bins", "reach_ppo"), ("flow", "reach")])
+@pytest.mark.parametrize(("kind", "recipe"), [("bins", "reach"), ("bins", "reach_ppo"), ("flow", "reach_flow")])
 def test_a_choice_is_learnt_from_nothing(tmp_path, kind, recipe):
     """A random policy is right half of the time; one that ignores the picture, too."""
     folder = write_tiny_policy(tmp_path / "model", HEADS[kind], ("reach",), patch_size=4)
@@ -52,6 +52,6 @@ def test_success_rises_by_rl(tmp_path, monkeypatch):
     bench = module_from_spec(spec)
     spec.loader.exec_module(bench)
     monkeypatch.chdir(tmp_path)
-    before, after = bench.trained("GRPO, bins", 1)["eval_reward"]
+    before, after = bench.trained("GRPO, flow", 1)["eval_reward"]
     assert bench.random_policy() < before
-    assert after > before + 0.15
+    assert after > before + 0.2
