@@ -208,7 +208,7 @@ def folder(tmp_path_factory):
 class Processor:
     """Two patches of four numbers make a feature; every image has as many features as it is pixels wide."""
 
-    token_id, video_token_id = IMAGE, None
+    token_id, video_token_id, audio_token_id = IMAGE, None, None
 
     def placeholder(self, url):
         return IMAGE
