@@ -37,10 +37,7 @@ _SIZES = {
     "max_position_embeddings": 10**10,
 }
 """Sizes in config.json, with the highest value that is not a mistake."""
-_SECTIONS = (
-    *("text_config", "vision_config", "audio_config"),
-    *("rope_parameters", "rope_scaling", "quantization_config"),
-)
+_SECTIONS = ("text_config", "vision_config", "audio_config", "rope_parameters", "rope_scaling", "quantization_config")
 """Objects in config.json."""
 
 

@@ -566,7 +566,7 @@ SPEECH = ("talker.", "token2wav.", "code2wav.")
 
 def speech_names(folder: Path) -> list[str]:
     """Tensors of an omni model that speak: neither computed nor trained, and written as they were."""
-    if not hasattr(read_config(folder), PREFIX):
+    if not (folder / "config.json").is_file() or not hasattr(read_config(folder), PREFIX):  # a fake's has none
         return []
     names = list[str]()
     for file in sorted(folder.glob("*.safetensors")):
