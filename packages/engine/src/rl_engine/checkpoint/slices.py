@@ -95,7 +95,7 @@ def open_folder(config: EngineConfig, wanted: Mapping[str, tuple[int, ...]], *, 
 
 def read_whole(folder: str | Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a folder by name, whole, float32 where they are quantised."""
-    block = hf_folder.block_size(folder)
+    block = hf_folder.block_size(folder) if names else None
     with ExitStack() as stack:
         files = _open_files(Path(folder), stack)
         for name in names:
