@@ -74,13 +74,14 @@ class WeightExport:
     def save(self, path: str | Path) -> None:
         """Write a model folder, or an adapter's: rank 0 writes, and the others take part in gathering."""
         world, config = self._built.world, self._built.config
+        folder = Path(config.model_path)
         with world.together():
             weights = {name: tensor.cpu() for name, tensor in self._tensors() if world.rank == 0}
             if not config.exports_adapter:
                 weights |= {name: tensor.cpu() for name, tensor in self.mtp_tensors() if world.rank == 0}
-            if not config.exports_adapter and world.rank == 0:
-                weights |= self._as_they_were(hf_folder.speech_names(Path(config.model_path)))
-        for name in hf_folder.mtp_copies(Path(config.model_path)) if config.trains_mtp and world.rank == 0 else ():
+            if not config.exports_adapter and world.rank == 0 and (names := hf_folder.speech_names(folder)):
+                weights |= self._as_they_were(names)
+        for name in hf_folder.mtp_copies(folder) if config.trains_mtp and world.rank == 0 else ():
             embedding, head = weights["model.embed_tokens.weight"], weights.get("lm_head.weight")
             weights[name] = (embedding if head is None or ".embed_tokens." in name else head).clone()
         if world.rank == 0:
