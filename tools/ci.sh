@@ -70,12 +70,13 @@ install() {
   uv sync --group dev
 }
 
-# Two tests at a time on one thread each, a file's tests together: most of their time is processes that start.
+# Three tests at a time on one thread each, a file's tests together: two keep two cores busy for less than half of the
+# time, since processes start and deadlines are waited for.
 # Where no more than five fail, those run once more alone. One that passes then is recorded in tools/unsteady.txt with the
 # date; a test's third record in a week fails the tier, as does a second failure.
 run_tests() (
   export OMP_NUM_THREADS=1
-  if uv run --no-sync pytest -n 2 --dist loadfile --no-loadscope-reorder; then return; fi
+  if uv run --no-sync pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5; then return; fi
   cp .pytest_cache/v/cache/lastfailed "${scratch}/failed"
   python3 tools/unsteady.py --few "${scratch}/failed" &&
     uv run --no-sync pytest --last-failed --last-failed-no-failures none && python3 tools/unsteady.py "${scratch}/failed"

@@ -57,8 +57,8 @@ def test_rows_follow_from_the_seed_and_the_held_out_do_not(name):
 @pytest.mark.parametrize("name", ["gym", "harness", "gui", "search"])
 def test_no_held_out_task_is_trained_on(name):
     held_out = {task_of(name, row) for row in rows_of(name, eval_size=24).eval}
-    for seed in (0, 1):
-        trained = {task_of(name, row) for row in rows_of(name, seed).train}
+    for rows in (rows_of(name), rows_of(name, seed=1)):  # made once, by the test above
+        trained = {task_of(name, row) for row in rows.train}
         assert not trained & held_out
         assert len(trained) >= 8
 
