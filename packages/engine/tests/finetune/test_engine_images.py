@@ -251,7 +251,7 @@ COMMANDS = {
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "rm"))])
 def test_a_command_learns_the_colour_of_a_picture(tmp_path, models, name):
     main, rows, metric, steps = COMMANDS[name]
     record, _ = run(main, tmp_path, models["qwen2_5_vl"], rows, "lr=3e-3", steps)

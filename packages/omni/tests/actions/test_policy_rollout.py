@@ -255,7 +255,16 @@ def test_a_folder_of_something_else_is_refused(tmp_path, policy):
 
 @pytest.mark.promise("rl-train trains action policies in environments, by GRPO and by PPO with a critic")
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", ["reach", "reach_ppo"])
+@pytest.mark.parametrize(
+    ("policy", "recipe"),
+    [
+        ("bins", "reach"),
+        ("flow", "reach_ppo"),
+        pytest.param("bins", "reach_ppo", marks=pytest.mark.slow),
+        pytest.param("flow", "reach", marks=pytest.mark.slow),
+    ],
+    indirect=["policy"],
+)
 def test_the_trainer_trains_an_action_policy(policy, tmp_path, recipe):
     groups = ["batch.batch_size=4", "batch.mini_batch_size=4"]  # one optimizer step: the ratio is 1
     groups += ["batch.group_size=2"] if recipe == "reach" else ["critic.warmup_steps=0"]
