@@ -56,13 +56,18 @@ def agent_worker(monkeypatch):
 
     def make(queue, loop=None, scorer=None, tokenizer=None, meter=METER, **options):
         monkeypatch.setattr(rl_tq.registry, "connect", lambda *_, **__: queue)
-        monkeypatch.setattr(rl_agent.registry, "create_tokenizer", lambda _: tokenizer)
+        monkeypatch.setattr(rl_agent.registry, "create_tokenizer", lambda *_, **__: tokenizer)
         monkeypatch.setattr(agent, "thinking_of", lambda *_: None)
         monkeypatch.setattr(agent, "Scorer", lambda *_, **__: scorer)
         monkeypatch.setattr(agent, "PromptMeter", lambda *_, **__: meter)
         monkeypatch.setattr(agent, "Replicas", lambda _: SimpleNamespace(router=FakeServer()))
         monkeypatch.setattr(agent, "create_runner", lambda *_: rl_agent.AgentRunner(lambda _: loop(None, None)))
-        given = {"has_baseline": options.pop("has_baseline", False), "model_paths": {"": ""}, "servers": {"": ()}}
+        given = {
+            "has_baseline": options.pop("has_baseline", False),
+            "model_paths": {"": ""},
+            "servers": {"": ()},
+            "takes_videos": False,
+        }
         config = Config(rollout=RolloutSection(max_new_tokens=5), runtime="inline", **options)
         context = WorkerContext(rank=0, world_size=1)
         return agent.AgentWorker(context, config=config, queue_address="", timeout_s=60.0, **given)

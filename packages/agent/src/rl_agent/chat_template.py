@@ -412,8 +412,11 @@ def _is_usable(tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def load_tokenizer(model_path: str) -> Tokenizer:
+def load_tokenizer(model_path: str, *, takes_videos: bool = True) -> Tokenizer:
     """Load the tokenizer of a model folder or hub name, by transformers (`pip install 'rl-agent[hf]'`).
+
+    Without `takes_videos` videos of rows are frames, each an image: the server of the model takes none
+    (`rl_rollout.types.Capabilities`).
 
     Raises:
         TokenizerError: transformers is not installed, or the folder holds no tokenizer that it can load.
@@ -427,14 +430,14 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             model_path, subfolder="tokenizer" if is_pipeline else "", trust_remote_code=False
         )
-        tokenizer.takes_videos = _is_of_videos(Path(model_path, "config.json"))
+        tokenizer.takes_videos = takes_videos and _is_of_videos(Path(model_path, "config.json"))
         return tokenizer
     except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"no tokenizer can be loaded from {model_path!r}: {error}") from error
 
 
 def takes_videos(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer's model takes videos; others get their frames as images. See `load_tokenizer`."""
+    """Whether the model and its server take videos; otherwise frames are images. See `load_tokenizer`."""
     return bool(getattr(tokenizer, "takes_videos", False))
 
 

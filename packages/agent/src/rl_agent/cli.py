@@ -72,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _play(given: argparse.Namespace) -> int:
     server = connect_server(given.server, api_token=os.environ.get("RL_ROLLOUT_API_TOKEN"))
-    tokenizer = load_tokenizer(given.model)
     params: dict[str, Any] = json.loads(given.sampling)
     try:
         await server.start()
+        tokenizer = load_tokenizer(given.model, takes_videos=server.capabilities.takes_videos)
         if given.row is None:
             await _chat(server, tokenizer, params)
             return 0
@@ -96,7 +96,7 @@ async def _proxy(given: argparse.Namespace) -> int:
     await server.start()
     proxy = RecordingProxy(
         server,
-        load_tokenizer(given.model),
+        load_tokenizer(given.model, takes_videos=server.capabilities.takes_videos),
         parser=given.parser,
         sampling_params=json.loads(given.sampling),
         host=given.host,

@@ -111,15 +111,15 @@ def _hubs() -> set[str]:
     return {entry.name for entry in entry_points(group=HUBS)}
 
 
-def create_tokenizer(model_path: str) -> PromptTokenizer:
-    """Create the tokenizer of a model folder or hub name, by transformers (`pip install 'rl-agent[hf]'`).
+def create_tokenizer(model_path: str, *, takes_videos: bool = True) -> PromptTokenizer:
+    """Create the tokenizer of a model folder or hub name: see `load_tokenizer`.
 
     Raises:
         TokenizerError: transformers is not installed, or the folder holds no tokenizer that it can load.
     """
     from rl_agent.chat_template import CachedTokenizer, load_tokenizer
 
-    return cast("PromptTokenizer", CachedTokenizer(load_tokenizer(model_path)))
+    return cast("PromptTokenizer", CachedTokenizer(load_tokenizer(model_path, takes_videos=takes_videos)))
 
 
 def create_runner(

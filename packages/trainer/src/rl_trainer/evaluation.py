@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -124,11 +125,15 @@ async def sample(
         server = rl_rollout.registry.launch_server(rollout.backend, server_config(config, model_path))
     else:
         server = rl_rollout.registry.connect_server(url, timeout_s=config.timeout_s)
-    router, tokenizer = rl_rollout.registry.create_router([server]), rl_agent.registry.create_tokenizer(str(model_path))
-    thinking = thinking_of(tokenizer, config.reward, config.agent)
-    scorer = Scorer(config.reward, thinking=thinking)
-    await router.start()
-    try:
+    router = rl_rollout.registry.create_router([server])
+    async with AsyncExitStack() as stack:
+        await router.start()
+        stack.push_async_callback(router.stop)
+        takes_videos = router.capabilities.takes_videos
+        tokenizer = rl_agent.registry.create_tokenizer(str(model_path), takes_videos=takes_videos)
+        thinking = thinking_of(tokenizer, config.reward, config.agent)
+        scorer = Scorer(config.reward, thinking=thinking)
+        stack.push_async_callback(scorer.close)
         runner = create_runner(config.agent, {"": Policy(router, tokenizer)})
         sampling: Mapping[str, Any] = {
             "temperature": rollout.eval_temperature if num_samples == 1 else rollout.temperature,
@@ -155,9 +160,6 @@ async def sample(
                     (output.text, answer_of(thinking.answer(output.text)), score) for output, score in scored(rollout)
                 ]
         await runner.close()
-    finally:
-        await scorer.close()
-        await router.stop()
     return [
         Problem(
             prompt=row["prompt"][-1]["content"],

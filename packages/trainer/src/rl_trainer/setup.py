@@ -16,7 +16,7 @@ from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
 from rl_trainer.checkpoints import folder_of, queue_snapshot
 from rl_trainer.config.schema import ENGINE_POOL
-from rl_trainer.data import has_sounds, shows_images, shows_videos
+from rl_trainer.data import has_sounds, shows_images
 from rl_trainer.data.sampler import make_prompts
 from rl_trainer.pipeline import ema_reference
 from rl_trainer.pipeline.components import Components
@@ -154,13 +154,10 @@ def place(
     jobs = [job_of_policy(job, name, own) for name, own in policies_of(config).items()]
     started = [start_in_turn(own) for own in jobs]
     rows = (*datasets.train, *datasets.eval)
-    has_images = any(map(shows_images, rows))
-    has_videos = model_facts(model_path).takes_videos and any(map(shows_videos, rows))
+    has_images, has_audio = any(map(shows_images, rows)), any(map(has_sounds, rows))
     for own, (_, servers) in zip(jobs, started, strict=True):
         for can in servers.capabilities:
-            check_started(
-                own.config, can, has_images=has_images, has_videos=has_videos, has_audio=any(map(has_sounds, rows))
-            )
+            check_started(own.config, can, has_images=has_images, has_audio=has_audio)
     agents = create_agents(jobs, started)
     prompts = create_prompts(job, datasets, agents)
     queue = rl_tq.registry.connect(job.queue_address, timeout_s=config.timeout_s)
@@ -400,6 +397,7 @@ def create_agents(jobs: Sequence[Job], started: Sequence[tuple[Engines, Servers]
         has_baseline="greedy_rewards" in estimator_named(config.algorithm.advantage).reads,
         model_paths={own.policy: str(own.model_path) for own in jobs},
         servers=addresses,
+        takes_videos=all(can.takes_videos for _, servers in started for can in servers.capabilities),
         queue_address=job.queue_address,
         timeout_s=config.timeout_s,
     )

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from csrc.tests.support.video_reference import encoded, url_of_file
 from PIL import Image
 from rich.console import Console
 
+from rl_rollout.backends.embedded.embedded_server import EmbeddedServer
 from rl_rollout.testing import write_tiny_vl_model
 from rl_trainer.config import load_config
 from rl_trainer.errors import TrainerError
+from rl_trainer.planning.preflight import video_facts
 from rl_trainer.run import run
 
 pytestmark = pytest.mark.process
@@ -85,6 +88,28 @@ def test_steps_on_images_and_videos(tmp_path, column, family):
     for record in records[1:]:
         assert record["metrics"]["grad_norm"] > 0
         assert record["metrics"]["mismatch_abs"] < 1e-4
+
+
+def test_a_server_without_videos_gets_their_frames(tmp_path, monkeypatch):
+    """The embedded server, which then refuses a request with a video; a film is two frames of two tokens."""
+    can = EmbeddedServer.capabilities.fget
+    frames = property(lambda server: replace(can(server), takes_videos=False))
+    monkeypatch.setattr(EmbeddedServer, "capabilities", frames)
+    summary, records = trained(tmp_path, 2, "engine.optimizer.lr=1e-2", column="files", family="qwen2_5_vl")
+    assert (summary["steps"], summary["rows_too_long"]) == (2, 0)
+    for record in records[1:]:
+        assert record["metrics"]["grad_norm"] > 0
+        assert record["metrics"]["mismatch_abs"] < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["embedded", "vllm", "sglang"])
+def test_the_plan_says_how_videos_reach_the_model(tmp_path, backend):
+    model = write_tiny_vl_model(tmp_path / "model")
+    config = load_config("vlm", [f"model.path={model}", f"rollout.backend={backend}"])
+    rows = [{"prompt": [{"role": "user", "content": [{"type": "video"}]}], "videos": ["a.mp4"]}]
+    frames = f"as frames (nframes), each an image: rollout.backend={backend} takes no videos"
+    assert video_facts(config, rows) == [("videos", "as videos" if backend == "embedded" else frames)]
+    assert video_facts(config, [{"prompt": [{"role": "user", "content": "text"}]}]) == []
 
 
 def test_a_video_that_cannot_be_read_is_refused_with_its_row(tmp_path):

@@ -24,7 +24,7 @@ from rl_rollout.errors import RolloutError
 from rl_trainer import plugins
 from rl_trainer.algorithms import PolicyLossFunction
 from rl_trainer.checkpoints import check_output_dir
-from rl_trainer.data import has_sounds, shows_images
+from rl_trainer.data import has_sounds, shows_images, shows_videos
 from rl_trainer.errors import ConfigError, DataError, InputError
 from rl_trainer.pipeline.roles import (
     actor_config,
@@ -269,6 +269,24 @@ def check_images(config: Config, *, has_audio: bool = False) -> None:
         )
 
 
+def serves_videos(config: Config) -> bool:
+    """Whether model and server take videos as videos, and not as frames, each an image."""
+    folder = config.model.path
+    is_of_model = folder is not None and model_facts(Path(folder)).takes_videos
+    return is_of_model and _server_capabilities(config, str(folder)).takes_videos
+
+
+def video_facts(config: Config, rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Line of the plan: how videos of the rows reach the model; none without videos."""
+    if not any(map(shows_videos, rows)):
+        return []
+    if serves_videos(config):
+        return [("videos", "as videos")]
+    is_model = not model_facts(Path(str(config.model.path))).takes_videos
+    who = f"the model in {config.model.path}" if is_model else f"rollout.backend={config.rollout.backend}"
+    return [("videos", f"as frames (nframes), each an image: {who} takes no videos")]
+
+
 def check_teacher(teacher: TeacherSection, model_path: str | None) -> None:
     """Check that the teacher is a folder whose token ids mean what the policy's do.
 
@@ -357,13 +375,6 @@ _IMAGES = _Need(
     lambda _: True,
     lambda can: can.takes_images,
     "takes no images for this model, and rows of the data have some; choose another backend, or other rows",
-    is_known_early=False,
-)
-
-_VIDEOS = _Need(
-    lambda _: True,
-    lambda can: can.takes_videos,
-    "takes no videos, and rows of the data have some; choose another backend, or give frames as images",
     is_known_early=False,
 )
 
@@ -465,15 +476,13 @@ def _has_votes(config: Config) -> bool:
     return has_votes(address_of(config.weights_transport, "plan", ("127.0.0.1", 1)))
 
 
-def check_started(
-    config: Config, can: Capabilities, *, has_images: bool, has_videos: bool = False, has_audio: bool = False
-) -> None:
+def check_started(config: Config, can: Capabilities, *, has_images: bool, has_audio: bool = False) -> None:
     """Check the capabilities of a started server.
 
     Raises:
         ConfigError: less than is asked for.
     """
-    media = {_IMAGES: has_images, _VIDEOS: has_videos, _SOUNDS: has_audio}
+    media = {_IMAGES: has_images, _SOUNDS: has_audio}
     _require(config, can, [*_NEEDS, *(need for need, is_there in media.items() if is_there)])
 
 

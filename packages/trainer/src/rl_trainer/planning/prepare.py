@@ -106,8 +106,10 @@ def prepare(config: Config, *, resume: Resume = False) -> Prepared:
         checkpoints.check_resume(config, len(datasets.train), is_known_whole=bool(resume))  # no rows of a stream
         others = checkpoints.check_inputs(named, datasets, is_forced=resume == "anyway")
         backends = facts_of_each(config, preflight.check_backends)
+        backends += preflight.video_facts(config, rows)
         known = _facts(config, datasets)  # reads the chat template, before a row is rendered
-    check, resumed_at = RowCheck(config, datasets), list[tuple[str, str]]()
+    check = RowCheck(config, datasets, takes_videos=preflight.serves_videos(config))
+    resumed_at = list[tuple[str, str]]()
     if config.resume_from is not None:
         state = RunState.read(Path(config.resume_from))
         resumed_at = [("resumed", f"after step {state.step}"), *(("changed", each) for each in state.changes(config))]

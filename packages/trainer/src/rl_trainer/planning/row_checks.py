@@ -47,11 +47,11 @@ _MADE_UP = "I do not know."
 class RowCheck:
     """Check of a run's rows, in random order: of a small dataset all, else as many as `_SAMPLE_S` allows.
 
-    Of a stream the first `_STREAM_SAMPLE` are checked.
+    Of a stream the first `_STREAM_SAMPLE` are checked. Without `takes_videos` videos are frames, each an image.
     """
 
-    def __init__(self, config: Config, datasets: Datasets) -> None:
-        self._config, self._datasets = config, datasets
+    def __init__(self, config: Config, datasets: Datasets, *, takes_videos: bool = False) -> None:
+        self._config, self._datasets, self._takes_videos = config, datasets, takes_videos
         self._complaints = Complaints(is_error=config.data.on_bad_row == "error")
         order = [(False, index) for index in range(len(datasets.train))]
         order += [(True, index) for index in range(len(datasets.eval))]
@@ -171,13 +171,13 @@ class RowCheck:
         Raises:
             InputError: the tokenizer, its chat template or an agent loop cannot be used.
         """
-        config = self._config
+        config, takes_videos = self._config, self._takes_videos
         folder, make = str(config.model.path), rl_agent.registry.create_tokenizer
 
         async def measure() -> tuple[list[int | str], int]:
             paths = {name: str(own.model.path) for name, own in policies_of(config).items()}
             nothing = cast("Server", None)  # nothing is generated
-            policies = {name: Policy(nothing, make(path)) for name, path in paths.items()}
+            policies = {name: Policy(nothing, make(path, takes_videos=takes_videos)) for name, path in paths.items()}
             runner = create_runner(config.agent, policies)
             meter = PromptMeter(cast("PromptTokenizer", next(iter(policies.values())).tokenizer), config, folder)
             found, num_changed = list[int | str](), 0

@@ -303,10 +303,14 @@ class AgentWorker:
         has_baseline: bool,
         model_paths: Mapping[str, str],
         servers: Mapping[str, Sequence[ServerAddress]],
+        takes_videos: bool,
         queue_address: str,
         timeout_s: float,
     ) -> None:
-        """`model_paths` and `servers` are by policy; the first is the default one, the only one has an empty name."""
+        """`model_paths` and `servers` are by policy; the first is the default one, the only one has an empty name.
+
+        `takes_videos`: the servers do; otherwise videos of rows are frames, each an image.
+        """
         reward, teacher = config.reward, config.teacher
         self._timeout_s, self._config, self._has_baseline = timeout_s, config, has_baseline
         self._num_given, self._is_kept = config.batch.given, group_filter(config.batch)
@@ -319,7 +323,7 @@ class AgentWorker:
         self._stopped: list[Stopped] = []
         self._default = next(iter(model_paths))
         make = rl_agent.registry.create_tokenizer
-        self._tokenizers = {policy: make(model_path) for policy, model_path in model_paths.items()}
+        self._tokenizers = {policy: make(path, takes_videos=takes_videos) for policy, path in model_paths.items()}
         self._tokenizer = self._tokenizers[self._default]
         self._num_evaluated = 0
         self._served_teacher = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rl_csrc.inference.videos import video_columns
 from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.grammar import Grammars
 from rl_rollout.backends.embedded.model.model_runner import choose_device, choose_num_threads, load_model
@@ -21,7 +22,7 @@ from rl_rollout.base import RolloutServer
 from rl_rollout.errors import RequestError, RequestTimeoutError, RolloutError, ServerLostError, WeightUpdateError
 from rl_rollout.http.endpoint import Endpoint
 from rl_rollout.types import Capabilities, FinishReason, ServerAddress, TokenChunk, TokenOutput
-from rl_rollout.validation import check_adapter, check_extras, check_limits, check_request
+from rl_rollout.validation import check_adapter, check_extras, check_limits, check_request, read_model_config
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -55,7 +56,12 @@ class EmbeddedServer(RolloutServer):
         self._name = Path(config.model_path).resolve().name
         self._endpoint = Endpoint(self, config, model_name=self._name)
         self._address: ServerAddress | None = None
-        self._capabilities = Capabilities(takes_slices=True, updates_adapters=True, structured="model")
+        self._capabilities = Capabilities(
+            takes_slices=True,
+            updates_adapters=True,
+            structured="model",
+            takes_videos=bool(video_columns(read_model_config(config.model_path))),
+        )
         self._is_stopped = False
         self._seeing: set[asyncio.Future[Any]] = set()
         """Preparations of images under way."""
