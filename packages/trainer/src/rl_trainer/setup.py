@@ -16,7 +16,7 @@ from rl_trainer.algorithms.critic_losses import ProcessRewardLoss
 from rl_trainer.algorithms.kl_controller import AdaptiveEntropy, AdaptiveKl
 from rl_trainer.checkpoints import folder_of, queue_snapshot
 from rl_trainer.config.schema import ENGINE_POOL
-from rl_trainer.data import has_sounds, shows_images
+from rl_trainer.data import shows_images
 from rl_trainer.data.sampler import make_prompts
 from rl_trainer.pipeline import ema_reference
 from rl_trainer.pipeline.components import Components
@@ -154,10 +154,10 @@ def place(
     jobs = [job_of_policy(job, name, own) for name, own in policies_of(config).items()]
     started = [start_in_turn(own) for own in jobs]
     rows = (*datasets.train, *datasets.eval)
-    has_images, has_audio = any(map(shows_images, rows)), any(map(has_sounds, rows))
+    has_images = any(map(shows_images, rows))
     for own, (_, servers) in zip(jobs, started, strict=True):
         for can in servers.capabilities:
-            check_started(own.config, can, has_images=has_images, has_audio=has_audio)
+            check_started(own.config, can, has_images=has_images)
     agents = create_agents(jobs, started)
     prompts = create_prompts(job, datasets, agents)
     queue = rl_tq.registry.connect(job.queue_address, timeout_s=config.timeout_s)

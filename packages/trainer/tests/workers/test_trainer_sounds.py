@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rl_rollout.testing import encoded_tone, write_tiny_omni_model, write_tiny_vl_model
 from rl_trainer.config import load_config
-from rl_trainer.errors import InputError, TrainerError
+from rl_trainer.errors import ConfigError, InputError, TrainerError
 from rl_trainer.run import run
 
 pytestmark = pytest.mark.process
@@ -86,6 +86,12 @@ def test_a_sound_that_cannot_be_used_is_refused_with_its_row(tmp_path, audio, me
 def test_a_model_that_takes_no_sounds_is_refused_by_the_plan(tmp_path):
     with pytest.raises(InputError, match="have sounds, and the model .* takes none; models that do: Qwen2.5-Omni"):
         trained(tmp_path, 1, write=write_tiny_vl_model)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_a_server_without_ears_is_refused_at_the_plan(tmp_path, backend):
+    with pytest.raises(ConfigError, match=f"rollout.backend={backend} takes no sounds for this model"):
+        trained(tmp_path, 1, f"rollout.backend={backend}")
 
 
 @pytest.mark.slow

@@ -251,10 +251,11 @@ def folder_facts(config: Config) -> list[tuple[str, str]]:
 
 
 def check_images(config: Config, *, has_audio: bool = False) -> None:
-    """Check that the policy takes images, or with `has_audio` sounds, which rows of the data have.
+    """Check that the policy takes images, or with `has_audio` that it and its server take sounds, as rows have them.
 
     Raises:
         InputError: it takes none.
+        ConfigError: the server takes none.
     """
     facts = model_facts(Path(str(config.model.path)))
     if not facts.takes_images:
@@ -267,6 +268,8 @@ def check_images(config: Config, *, has_audio: bool = False) -> None:
             f"rows of the data have sounds, and the model in {config.model.path} takes none; models that do: "
             "Qwen2.5-Omni, Qwen3-Omni. Choose one, or leave those rows out"
         )
+    if has_audio:
+        _require(config, _server_capabilities(config, str(config.model.path)), [_SOUNDS])
 
 
 def serves_videos(config: Config) -> bool:
@@ -382,7 +385,6 @@ _SOUNDS = _Need(
     lambda _: True,
     lambda can: can.takes_audio,
     "takes no sounds for this model, and rows of the data have some; choose the embedded backend, or other rows",
-    is_known_early=False,
 )
 
 
@@ -476,14 +478,13 @@ def _has_votes(config: Config) -> bool:
     return has_votes(address_of(config.weights_transport, "plan", ("127.0.0.1", 1)))
 
 
-def check_started(config: Config, can: Capabilities, *, has_images: bool, has_audio: bool = False) -> None:
+def check_started(config: Config, can: Capabilities, *, has_images: bool) -> None:
     """Check the capabilities of a started server.
 
     Raises:
         ConfigError: less than is asked for.
     """
-    media = {_IMAGES: has_images, _SOUNDS: has_audio}
-    _require(config, can, [*_NEEDS, *(need for need, is_there in media.items() if is_there)])
+    _require(config, can, [*_NEEDS, *([_IMAGES] if has_images else [])])
 
 
 def _require(config: Config, can: Capabilities, needs: list[_Need]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rl_csrc.inference.audio import takes_audio
 from rl_csrc.inference.videos import video_columns
 from rl_rollout.backends.embedded.decode_engine import Engine
 from rl_rollout.backends.embedded.grammar import Grammars
@@ -56,11 +57,13 @@ class EmbeddedServer(RolloutServer):
         self._name = Path(config.model_path).resolve().name
         self._endpoint = Endpoint(self, config, model_name=self._name)
         self._address: ServerAddress | None = None
+        values = read_model_config(config.model_path)
         self._capabilities = Capabilities(
             takes_slices=True,
             updates_adapters=True,
             structured="model",
-            takes_videos=bool(video_columns(read_model_config(config.model_path))),
+            takes_videos=bool(video_columns(values)),
+            takes_audio=takes_audio(values),
         )
         self._is_stopped = False
         self._seeing: set[asyncio.Future[Any]] = set()
