@@ -1,17 +1,21 @@
-"""Rows with images in rl-sft, rl-dpo and rl-rm: numbers of transformers, and runs that learn from pictures."""
+"""Rows with images and videos in rl-sft, rl-dpo and rl-rm: numbers of transformers, and runs that learn from them."""
 
 import base64
 import io
 import json
 import random
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from csrc.tests.support.video_reference import encoded as film_file
+from csrc.tests.support.video_reference import url_of_file
 from PIL import Image
 from pyarrow import parquet
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from rl_csrc.inference.images import ImageProcessor, rope_positions
 from rl_engine import ConfigError, EngineConfig, Head, LoraConfig, Precision, create_engine
 from rl_engine.batch.row_batch import RowBatch
 from rl_engine.errors import DataError
@@ -25,7 +29,7 @@ from rl_rollout.testing import load_weights, write_tiny_vl_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220)}
-SEEN = {"type": "image"}
+SEEN, FILM = {"type": "image"}, {"type": "video"}
 
 
 def picture(colour=(9, 99, 200), size=(16, 16), seed=0):
@@ -39,6 +43,12 @@ def picture(colour=(9, 99, 200), size=(16, 16), seed=0):
 
 def url(encoded):
     return f"data:image/png;base64,{base64.b64encode(encoded).decode()}"
+
+
+def film(colour=(9, 99, 200), size=(16, 16), seed=0, count=5):
+    """Bytes of an mp4 file of frames of about the colour, three a second."""
+    noise = np.random.default_rng(seed).integers(-30, 31, (count, size[1], size[0], 3))
+    return film_file((noise + colour).clip(0, 255).astype(np.uint8), rate=3)
 
 
 def asks(*parts):
@@ -95,6 +105,35 @@ def test_an_image_is_the_same_row_whichever_way_it_comes(tmp_path, models):
             assert batch["image_grid_thw"][row].equal(found["image_grid_thw"])
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_video_is_the_same_row_whichever_way_it_comes(tmp_path, models, family):
+    model, file = models[family], film()
+    path = tmp_path / "a.mp4"
+    path.write_bytes(file)
+    chat = [asks({**FILM, "nframes": 2}, "what?"), says("a cat")]
+    row = {"prompt": chat[:1], "completion": "a cat"}
+    rows = [
+        *({"messages": chat, "videos": [video]} for video in (url_of_file(file), str(path), f"file://{path}")),
+        {"messages": [asks({**FILM, "video": str(path), "nframes": 2}, "what?"), says("a cat")]},
+        {"messages": [asks({"type": "video_url", "video_url": {"url": url_of_file(file)}, "nframes": 2}, "what?"),
+                      says("a cat")]},
+        {**row, "videos": [{"bytes": None, "path": str(path)}]},
+    ]  # fmt: skip
+    parquet.write_table(pa.Table.from_pylist([{**row, "videos": [{"bytes": file}]}]), tmp_path / "a.parquet")
+    run, found = ImageProcessor(model).read_clip(url_of_file(file, ";nframes=2"))
+    text = f"<vision>{AutoTokenizer.from_pretrained(model).decode(run)}</vision>what?"
+    for data in (write(tmp_path, rows), tmp_path / "a.parquet"):
+        batch = taken(tokenize_file(data, model))
+        for index in range(len(batch)):
+            assert AutoTokenizer.from_pretrained(model).decode(batch["prompt_token_ids"][index]) == text
+            for name, value in found.items():
+                assert batch[name][index].equal(value)
+    frames = [url(picture(seed=seed)) for seed in range(4)]
+    listed = taken(tokenize_file(write(tmp_path, [{"messages": chat, "videos": [frames]}]), model))
+    assert listed["video_grid_thw"][0].equal(found["video_grid_thw"])
+
+
 CHATS = (
     {"messages": [asks("a", SEEN), says("red"), asks("and", SEEN, "?"), says("blue"), asks("1"), says("2")]},
     {"messages": [asks("no picture"), says("none")]},
@@ -108,15 +147,34 @@ def chats(folder):
     return write(folder, [{**CHATS[0], "images": images[:2]}, CHATS[1], {**CHATS[2], "images": images[2:]}])
 
 
+def films(folder):
+    """The same with a video for the second image, and the images and videos of the others, of several sizes."""
+    videos = [url_of_file(film(size=size, seed=seed)) for seed, size in enumerate(((16, 8), (8, 16)))]
+    first, text, last = CHATS
+    first = {"messages": [*first["messages"][:2], asks("and", FILM, "?"), *first["messages"][3:]]}
+    last = {"messages": [asks(FILM, SEEN, "x"), says("y")]}
+    images = [url(picture(size=(16, 8)))]
+    given = [{"images": images, "videos": [video]} for video in videos]
+    return write(folder, [first | given[0], text, last | given[1]])
+
+
 def hidden_of(model, row, feeds_last):
     """Hidden states of the positions that score each completion token of a row, by itself and without the engine."""
     prompt, completion = row["prompt_token_ids"], row["completion_token_ids"]
     ids = torch.cat([prompt, completion])[None]
-    seen = {"pixel_values": row["pixel_values"].double(), "image_grid_thw": row["image_grid_thw"]}
-    kinds = (ids == model.config.image_token_id).int()
-    trunk = model.model(ids, mm_token_type_ids=kinds, **(seen if len(seen["image_grid_thw"]) else {}))
+    kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+    media = {name: row[name] for name in row.keys() - TEXT if len(row[name])}
+    seen = {name: value.double() if "pixel" in name else value for name, value in media.items()}
+    if "video_grid_thw" in seen:  # transformers' own have text overlap with the frames of a video
+        sizes = {name: value for name, value in seen.items() if "pixel" not in name}
+        seen["position_ids"] = rope_positions(model.model, ids[0], kinds[0], sizes)[:, None]
+        seen.pop("second_per_grid_ts", None)
+    trunk = model.model(ids, mm_token_type_ids=kinds, **seen)
     states = trunk.last_hidden_state[0]
     return states[len(prompt) :] if feeds_last else states[len(prompt) - 1 : -1]
+
+
+TEXT = {"prompt_token_ids", "completion_token_ids", "loss_mask", "pair_id", "is_chosen"}
 
 
 def oracle(folder):
@@ -140,8 +198,9 @@ def built(folder, **changes):
 
 @pytest.mark.process
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sft_of_chats_with_images_is_that_of_transformers(tmp_path, models, family):
-    batch = taken(tokenize_file(chats(tmp_path), models[family]))
+@pytest.mark.parametrize("rows", [chats, films])
+def test_sft_of_chats_with_media_is_that_of_transformers(tmp_path, models, family, rows):
+    batch = taken(tokenize_file(rows(tmp_path), models[family]))
     mask = torch.cat(batch["loss_mask"].unbind()).double()
     tokenizer = AutoTokenizer.from_pretrained(models[family])
     learned = torch.cat(batch["completion_token_ids"].unbind())[mask.bool()]
@@ -154,7 +213,7 @@ def test_sft_of_chats_with_images_is_that_of_transformers(tmp_path, models, fami
     assert output.num_micro_batches == 1
     assert output.metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in engine.parts.built.scorer.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
     engine.close()
 
 
@@ -165,10 +224,16 @@ def pairs(folder):
     return write(folder, [{**PAIR, "images": [url(picture(size=(8 * size, 8)))]} for size in (1, 2)])
 
 
+def film_pairs(folder):
+    pair = {**PAIR, "prompt": [asks(FILM, "colour?")]}
+    return write(folder, [{**pair, "videos": [url_of_file(film(size=(8 * size, 8)))]} for size in (1, 2)])
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dpo_and_reward_losses_of_pairs_are_by_hand(tmp_path, models, family):
-    batch = taken(tokenize_pairs(pairs(tmp_path), models[family]).columns)
+@pytest.mark.parametrize("rows", [pairs, film_pairs])
+def test_dpo_and_reward_losses_of_pairs_are_by_hand(tmp_path, models, family, rows):
+    batch = taken(tokenize_pairs(rows(tmp_path), models[family]).columns)
     model = oracle(models[family])
     scores = torch.stack([row.sum() for row in log_probs(model, batch)])
     want = -torch.nn.functional.logsigmoid(0.1 * (scores[::2] - scores[1::2])).mean().item()
@@ -279,8 +344,7 @@ BAD = {
     "many": ([url(picture())] * 2, [asks(SEEN)], "has 2 images, and its messages places for 1"),
     "spelled": ([], [asks("<image>")], r"has 0 images and 1 placeholders for them \(token 53\)"),
     "kind": ("a.png", [asks(SEEN)], "images is a str; wanted a list of images"),
-    "video": ([], [asks({"type": "video"})], "has a video; training programs take images, such as frames of it"),
-    "sound": ([], [asks({"type": "audio"})], "has a sound; training programs take images, and rl-train sounds too"),
+    "sound": ([], [asks({"type": "audio"})], "has a sound; training programs take images and videos, and rl-train"),
     "said": ([url(picture())], [{"role": "assistant", "content": [SEEN]}, asks("b")], "an assistant's message has an"),
 }
 
@@ -293,15 +357,57 @@ def test_a_bad_picture_names_file_and_row(tmp_path, models, case):
         tokenize_file(write(tmp_path, rows), models["qwen2_5_vl"])
 
 
+BAD_FILMS = {
+    "cut": (
+        [url_of_file(film()[:600])],
+        FILM,
+        "video 'data:video/mp4;base64,.*cannot be read: ValueError: a video of 600",
+    ),
+    "text": (
+        [url_of_file(b"no film")],
+        FILM,
+        "video .* cannot be read: ValueError: a video of 7 bytes cannot be decoded",
+    ),
+    "absent": (["no/such.mp4"], FILM, "video 'no/such.mp4' is not a data URL, bytes, a video file here or a list of"),
+    "frame": ([[url(picture())]], FILM, "video .* cannot be read: ValueError: a video has 1 frames, and at least 2"),
+    "rate": (
+        [url_of_file(film())],
+        {**FILM, "fps": -1},
+        "video .* cannot be read: ValueError: fps=-1.0 and nframes=None",
+    ),
+    "few": ([], FILM, "the messages have more places for videos than the 0 in videos"),
+    "kind": ("a.mp4", FILM, "videos is a str; wanted a list of videos"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILMS)
+def test_a_bad_video_names_file_and_row(tmp_path, models, case):
+    videos, part, sentence = BAD_FILMS[case]
+    rows = [{"messages": [asks("a"), says("b")]}, {"messages": [asks(part), says("c")], "videos": videos}]
+    with pytest.raises(DataError, match=f"rows.jsonl: row 2:? {sentence}"):
+        tokenize_file(write(tmp_path, rows), models["qwen2_5_vl"])
+
+
+@pytest.mark.process
+def test_sft_learns_the_colour_of_a_film_in_a_file(tmp_path, models):
+    def filmed(colour, image):
+        path = tmp_path / f"{len(list(tmp_path.glob('*.mp4')))}.mp4"
+        path.write_bytes(film(COLOURS[colour], seed=len(image)))
+        return {"prompt": [asks(FILM, "colour?")], "completion": colour, "videos": [str(path)]}
+
+    record, _ = run(sft_main, tmp_path, models["qwen3_vl"], filmed, "lr=3e-3", "steps=40")
+    assert record["held_out_sequence_accuracy"] > 0.9
+
+
 @pytest.mark.process
 def test_images_need_a_model_that_takes_them(tmp_path, models, capsys):
     text = str(write_tiny_model(tmp_path / "text"))
     where = [f"data.path={pairs(tmp_path)}", f"output_dir={tmp_path / 'out'}"]
     assert dpo_main([f"model.path={text}", *where]) == 2
-    assert "row 1 has images, and the model in" in capsys.readouterr().err
-    row = {"messages": [asks(SEEN), says("a")], "images": [url(picture())]}
-    where[0] = f"data.path={write(tmp_path, [row])}"
+    assert "row 1 has images or videos, and the model in" in capsys.readouterr().err
     paths = [f"{name}.path={models['qwen2_5_vl']}" for name in ("model", "teacher")]
-    assert distill_main([*paths, *where]) == 2
-    assert "has images, which rl-distill does not show to a teacher" in capsys.readouterr().err
+    for part, given in ((SEEN, {"images": [url(picture())]}), (FILM, {"videos": [url_of_file(film())]})):
+        where[0] = f"data.path={write(tmp_path, [{'messages': [asks(part), says('a')], **given}])}"
+        assert distill_main([*paths, *where]) == 2
+        assert "has images or videos, which rl-distill does not show to a teacher" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

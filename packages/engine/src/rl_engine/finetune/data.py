@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from tensordict import NonTensorStack
 
 from rl_csrc.inference.tool_calls import with_arguments
-from rl_engine.batch.packed import ragged, ragged_batch
+from rl_engine.batch.packed import ragged_batch
 from rl_engine.checkpoint.hf_folder import folder_tokens
 from rl_engine.errors import DataError
-from rl_engine.finetune.images import ENCODED, GRIDS, ImageReader, RowImages, encoded, take_images
+from rl_engine.finetune.images import ENCODED, ImageReader, RowImages, encoded, encoded_video, joined, take_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -37,7 +37,6 @@ class Columns:
     completions: list[list[int]] = field(default_factory=list[list[int]])
     masks: list[list[int]] = field(default_factory=list[list[int]])
     images: list[RowImages] = field(default_factory=list[RowImages])
-    grids: list[torch.Tensor] = field(default_factory=list["torch.Tensor"])
 
     def add(
         self,
@@ -46,20 +45,20 @@ class Columns:
         mask: Sequence[int] | None = None,
         images: Sequence[str] = (),
     ) -> None:
-        """Add one row, with a placeholder token for each image; without a mask all of its completion counts.
+        """Add one row, with a placeholder token for each image and video; without a mask all of its completion counts.
 
         Raises:
             DataError: as `ImageReader.place`.
         """
         row = self.reader.place(prompt, completion, mask, images)
-        for values, value in zip((self.prompts, self.completions, self.masks, self.grids), row, strict=True):
-            values.append(value)  # pyright: ignore[reportArgumentType] - each of its own
+        for values, value in zip((self.prompts, self.completions, self.masks), row, strict=True):
+            values.append(value)
         self.images.append(RowImages(tuple(images), self.reader))
 
     def batch(self, **more: torch.Tensor) -> TensorDict:
         """The columns of an engine's batch, and `more`; with images, as `with_pixels` completes them."""
         if any(each.sources for each in self.images):
-            more |= {ENCODED: NonTensorStack(*self.images), GRIDS: ragged(self.grids)}
+            more |= {ENCODED: NonTensorStack(*self.images), **joined([each.sizes() for each in self.images])}
         return ragged_batch(self.prompts, self.completions, self.masks).update(more)
 
 
@@ -71,17 +70,17 @@ class ChatTokenizer:
         self._loaded: Any = None
         self._tokens: FolderTokens | None = None
         self._tools: list[Any] | None = None
-        self._given: Sequence[Any] = ()
+        self._given: dict[str, list[Any]] = {}
         self.images: list[str] = []
-        """Encoded images of the row: those of the last chat, in its order; without a chat all of them."""
+        """Encoded images and videos of the row: those of the last chat, in its order; without a chat all of them."""
 
     def begin(self, row: Mapping[str, Any]) -> None:
-        """Begin a row, whose `images` fill the places in its chats, and whose `tools` these describe to the model.
+        """Begin a row: `images` and `videos` fill the places in its chats, and these describe `tools` to the model.
 
         Tools are JSON schemas, or their JSON text. A row of token ids has its tools there already.
 
         Raises:
-            DataError: tools or images are no list, or an image is none.
+            DataError: tools, images or videos are no list, or one of these is none.
         """
         tools = None if "prompt_token_ids" in row else row.get("tools")
         if isinstance(tools, str):
@@ -91,13 +90,15 @@ class ChatTokenizer:
                 raise DataError(f"tools is not JSON: {error}") from error
         if tools and not isinstance(tools, list):
             raise DataError(f"tools is a {type(tools).__name__}; wanted a list of JSON schemas of functions")
-        if not isinstance(given := row.get("images") or [], list):
-            raise DataError(f"images is a {type(given).__name__}; wanted a list of images")
+        for kind in ("image", "video"):
+            if not isinstance(given := row.get(f"{kind}s") or [], list):
+                raise DataError(f"{kind}s is a {type(given).__name__}; wanted a list of {kind}s")
+            self._given[kind] = given
         self._tools = well_formed(tools)
-        self._given, self.images = given, [encoded(image) for image in given]
+        self.images = [*map(encoded, self._given["image"]), *map(encoded_video, self._given["video"])]
 
     def _shown(self, messages: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Messages for the chat template; their images are taken out into `images`."""
+        """Messages for the chat template; their images and videos are taken out into `images`."""
         shown, self.images = take_images(_as_chat(messages), self._given)
         return shown
 

@@ -84,7 +84,9 @@ class DistillConfig(RunConfig):
         _check_tokenizers(self.model_path, self.teacher_path)
         columns = tokenize_file(path, self.model_path)
         if ENCODED in columns.keys():  # noqa: SIM118 - a TensorDict iterates rows
-            raise DataError(f"{path} has images, which rl-distill does not show to a teacher; leave those rows out.")
+            raise DataError(
+                f"{path} has images or videos, which rl-distill does not show to a teacher; leave those rows out."
+            )
         return Rows(columns=columns)
 
     def score_files(self, files: Sequence[Rows]) -> None:

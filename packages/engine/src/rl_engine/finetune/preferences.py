@@ -28,7 +28,7 @@ from rl_engine.batch.row_batch import RowBatch
 from rl_engine.checkpoint.hf_folder import padding_id, read_config
 from rl_engine.errors import ConfigError, DataError
 from rl_engine.finetune.data import ChatTokenizer, Columns, pair_of, read_rows, refuse_empty
-from rl_engine.finetune.images import ENCODED, GRIDS, ImageReader, with_pixels
+from rl_engine.finetune.images import ENCODED, SIZES, ImageReader, with_pixels
 from rl_engine.finetune.loop import Rows, RunConfig, score_all, train
 from rl_engine.losses import DpoKind, DpoLoss, KtoLoss, process_reward_loss, reward_loss, row_log_ratio, row_mean
 from rl_engine.types import Head, LoraExport
@@ -201,7 +201,7 @@ def _mismatched(rows: Rows, seed: int) -> TensorDict:
         for name in ("prompt_token_ids", "completion_token_ids")
     )
     shift = random.Random(seed).randrange(1, len(prompts))
-    images = {name: rows.columns.get(name) for name in (ENCODED, GRIDS) if name in rows.columns.keys()}  # noqa: SIM118
+    images = {name: rows.columns.get(name) for name in (ENCODED, *SIZES) if name in rows.columns.keys()}  # noqa: SIM118
     return ragged_batch(prompts, [*completions[shift:], *completions[:shift]]).update(images)
 
 

@@ -2,9 +2,9 @@
 
 A data row is `{"prompt": [chat messages], "completion": "text"}`, `{"messages": [chat messages]}` (every assistant turn
 is learned), `{"text": "raw text"}` (all of it is learned, without a chat template), or has `prompt_token_ids`,
-`completion_token_ids` and perhaps `loss_mask`. `tools` of a chat are shown to the template, `images` fill its places.
-The loss is the token negative log-likelihood. Packing, data parallelism (start with torchrun) and accumulation are the
-engine's business.
+`completion_token_ids` and perhaps `loss_mask`. `tools` of a chat are shown to the template; `images` and `videos`
+fill its places. The loss is the token negative log-likelihood. Packing, data parallelism (start with torchrun) and
+accumulation are the engine's business.
 """
 
 from __future__ import annotations
