@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rl_agent import create_loop
 from rl_agent.recipes import kuhn, search
 from rl_agent.testing import FakeGenerator, FakeTokenizer
+from rl_bench.run import half_width_95
 from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 
@@ -33,8 +34,6 @@ RECIPES = ("gym", "search", "self_play", "harness", "gui")
 SEEDS = dict.fromkeys(RECIPES, (1, 2, 3))
 """Seeds of each recipe."""
 FOLDER = Path("outputs/agent_recipes")
-T_95 = 4.303
-"""Student's t of a 95% interval over three seeds."""
 
 
 def main(run: Run) -> None:
@@ -47,9 +46,7 @@ def main(run: Run) -> None:
     for name, results in found.items():
         better = -1 if name == "self_play" else 1  # exploitability has to fall
         gains = [better * (each["reward"][-1] - each["reward"][0]) for each in results["seeds"]]
-        results["gain_mean"] = statistics.mean(gains)
-        if len(gains) == len(SEEDS["gym"]):
-            results["gain_half_width_95"] = T_95 * statistics.stdev(gains) / len(gains) ** 0.5
+        results |= {"gain_mean": statistics.mean(gains), "gain_half_width_95": half_width_95(gains)}
         for what, at in (("after the warm start", 0), ("after RL", -1)):
             rewards = [each["reward"][at] for each in results["seeds"]]
             run.record(

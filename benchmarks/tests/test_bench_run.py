@@ -3,7 +3,7 @@ from dataclasses import asdict
 import pytest
 
 from rl_bench import Role, Row, Run, missing
-from rl_bench.run import speed_ratio
+from rl_bench.run import half_width_95, speed_ratio
 
 
 def row_of(run: Run, system: str) -> Row:
@@ -175,3 +175,9 @@ def test_a_row_is_plain_values():
             "met",
         )
     }
+
+
+def test_interval_of_few_seeds_is_students():
+    assert half_width_95([0.25]) is None
+    assert half_width_95([0.0, 2.0]) == pytest.approx(12.706)  # deviation sqrt(2), over sqrt(2)
+    assert half_width_95([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)

@@ -32,6 +32,17 @@ class Role(StrEnum):
     """The fastest that this machine can go in this run, for example a memcpy."""
 
 
+T_95 = {2: 12.706, 3: 4.303}
+"""Student's t of a 95% interval, by the number of samples."""
+
+
+def half_width_95(samples: Sequence[float]) -> float | None:
+    """Half width of the 95% interval of the mean of two or three samples; None of one, which has no interval."""
+    if len(samples) == 1:
+        return None
+    return T_95[len(samples)] * statistics.stdev(samples) / len(samples) ** 0.5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the table: one system on one metric. All numbers are None for a system that is missing here."""

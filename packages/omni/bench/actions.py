@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from rl_agent.registry import create_environments, create_tokenizer
+from rl_bench.run import half_width_95
 from rl_omni.actions import load_policy, save_policy
 from rl_omni.pictures import picture_of
 from rl_omni.testing import write_tiny_policy
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE, FOLDER = ROOT / "examples/actions", Path("outputs/actions")
 HEADS = {"bins": {"action_size": 2, "num_bins": 16}, "flow": {"action_size": 2, "num_steps": 4, "noise": 0.5}}
 RECIPES = {"GRPO, bins": ("reach", "bins"), "PPO, bins": ("reach_ppo", "bins"), "GRPO, flow": ("reach_flow", "flow")}
-SEEDS = (1,)
+SEEDS = (1, 2, 3)
 """Seeds of a run: its episodes and its sampling. The policy after imitation is the same."""
 
 
@@ -104,7 +105,7 @@ def main(run):
         seeds = [trained(name, seed, *(["steps=2"] if run.quick else [])) for seed in SEEDS]
         first, last = ([each["eval_reward"][at] for each in seeds] for at in (0, -1))
         gains = [after - before for before, after in zip(first, last, strict=True)]
-        found[name] = {"seeds": seeds, "gain_mean": statistics.mean(gains)}
+        found[name] = {"seeds": seeds, "gain_mean": statistics.mean(gains), "gain_half_width_95": half_width_95(gains)}
         for what, values in (("after imitation", first), ("after RL", last)):
             run.record(f"{name}: success {what}", f"ours, seeds: {len(seeds)}", values, unit="success", role="ours")
     run.parameters(command="rl-train RECIPE seed=N", random_policy=random_policy(), recipes=found)
