@@ -258,7 +258,7 @@ def test_a_real_job_learns_from_every_prompt_once(model, tmp_path):
     assert left == set(json.loads((tmp_path / "next" / "prompts.jsonl").read_text().splitlines()[-1])["rows"])
     rows = read_samples(tmp_path / "next", steps=[4]).to_pylist()
     made = [(row["completion_token_ids"], row["weight_version_min"], row["rollout_logprobs"]) for row in rows]
-    for each in stopped:  # token by token as it was, also those that had ended
+    for each in (each for each in stopped if each["token_ids"]):  # token by token as it was, also those that had ended
         ids, oldest, num = each["token_ids"], min(each["weight_versions"]), len(each["token_ids"])
         known = [logprobs[:num] for i, version, logprobs in made if (i[:num], version) == (ids, oldest)]
         assert any(logprobs == pytest.approx(each["logprobs"], abs=1e-6) for logprobs in known), each
