@@ -70,8 +70,8 @@ install() {
   uv sync --group dev
 }
 
-# Three tests at a time on one thread each, a file's tests together: two keep two cores busy for less than half of the
-# time, since processes start and deadlines are waited for.
+# Three tests at a time on one thread each, a file's tests together: while one waits for a process or a deadline, others
+# compute.
 # Where no more than five fail, those run once more alone. One that passes then is recorded in tools/unsteady.txt with the
 # date; a test's third record in a week fails the tier, as does a second failure.
 run_tests() (
