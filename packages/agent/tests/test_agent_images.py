@@ -57,10 +57,12 @@ LOOK = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call>"
 
 
 def test_an_image_is_its_bytes_whichever_way_it_comes(tmp_path):
-    (tmp_path / "a.png").write_bytes(PNG)
+    for name in ("a.png", "one cat.png"):
+        (tmp_path / name).write_bytes(PNG)
     url = data_url(PNG)
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == PNG
     assert data_url(str(tmp_path / "a.png")) == url == data_url(url)
+    assert data_url((tmp_path / "one cat.png").as_uri()) == url
     assert data_url(JPEG).startswith("data:image/jpeg;base64,")
     for wrong, sentence in (
         (b"text", "PNG, JPEG"),

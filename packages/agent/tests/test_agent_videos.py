@@ -41,10 +41,11 @@ def brightness(url):
 @pytest.mark.process
 def test_a_file_gives_first_last_and_evenly_spaced_frames(tmp_path):
     video = encoded(9)
-    (tmp_path / "a.mkv").write_bytes(video)
+    for name in ("a.mkv", "a film.mkv"):
+        (tmp_path / name).write_bytes(video)
     urls = frame_urls(video, 5)
     assert [brightness(url) for url in urls] == [0, 2, 4, 6, 8]
-    assert urls == frame_urls(str(tmp_path / "a.mkv"), 5)
+    assert urls == frame_urls(str(tmp_path / "a.mkv"), 5) == frame_urls((tmp_path / "a film.mkv").as_uri(), 5)
     assert urls == frame_urls("data:video/x-matroska;base64," + base64.b64encode(video).decode(), 5)
     assert len(frame_urls(video)) == 8
     assert [brightness(url) for url in frame_urls(video, 1)] == [0]

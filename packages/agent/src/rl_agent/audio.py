@@ -14,6 +14,12 @@ from urllib.parse import unquote, urlsplit
 from rl_agent.errors import RowError
 
 
+def local_file(name: str) -> Path | None:
+    """File here by its path or `file://` URL (RFC 8089); None if there is none, as for any other text."""
+    path = unquote(urlsplit(name).path) if name.startswith("file://") else name
+    return Path(path) if not name.startswith(("http:", "https:")) and os.path.isfile(path) else None  # noqa: PTH113 - long text
+
+
 def audio_url(sound: Any) -> str:
     """Encode a sound as a data URL (RFC 2397); the bytes of a file are unchanged.
 
@@ -31,10 +37,8 @@ def audio_url(sound: Any) -> str:
         sound = decoded or fields.get("bytes") or fields.get("path")
     if isinstance(sound, str) and sound.startswith("data:audio/"):
         return sound
-    if isinstance(sound, str) and sound.startswith("file://"):
-        sound = unquote(urlsplit(sound).path)
-    if isinstance(sound, str) and not sound.startswith(("http:", "https:")) and os.path.isfile(sound):  # noqa: PTH113 - long text
-        sound = Path(sound).read_bytes()
+    if isinstance(sound, str) and (path := local_file(sound)):
+        sound = path.read_bytes()
     if isinstance(sound, bytes) and sound:
         return f"data:audio/file;base64,{base64.b64encode(sound).decode()}"
     if isinstance(sound, Sequence) and not isinstance(sound, str | bytes):

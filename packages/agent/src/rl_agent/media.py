@@ -6,13 +6,11 @@ import base64
 import binascii
 import io
 import mimetypes
-import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_agent.audio import audio_url
+from rl_agent.audio import audio_url, local_file
 from rl_agent.errors import RowError
 
 if TYPE_CHECKING:
@@ -112,8 +110,8 @@ def data_url(image: Any) -> str:
     """Encode an image as a data URL (RFC 2397), its bytes unchanged.
 
     Args:
-        image: A data URL, the bytes of a PNG, JPEG, GIF or WebP file, the path of one, or `{"bytes", "path"}` with
-            one of these, as the datasets package stores images.
+        image: A data URL, the bytes of a PNG, JPEG, GIF or WebP file, its path or `file://` URL, or `{"bytes", "path"}`
+            with one of these, as the datasets package stores images.
 
     Raises:
         RowError: it is none of these.
@@ -128,10 +126,10 @@ def data_url(image: Any) -> str:
         if kind is None:
             raise RowError(f"an image starts with {image[:8]!r}; the bytes of a PNG, JPEG, GIF or WebP file are needed")
         return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
-    if isinstance(image, str) and not image.startswith(("http:", "https:")) and os.path.isfile(image):  # noqa: PTH113 - long text
-        kind = mimetypes.guess_type(image)[0] or ""
+    if isinstance(image, str) and (path := local_file(image)):
+        kind = mimetypes.guess_type(path)[0] or ""
         if kind.startswith("image/"):
-            return f"data:{kind};base64,{base64.b64encode(Path(image).read_bytes()).decode()}"
+            return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     raise RowError(f"image {image!r:.80} is not a data URL, bytes or an image file here; nothing is downloaded")
 
 
@@ -186,10 +184,8 @@ def _video_bytes(video: Any) -> bytes:
             return base64.b64decode(video.partition(",")[2], validate=True)
         except binascii.Error as error:
             raise RowError(f"video {video!r:.80} is not base64: {error}") from error
-    if isinstance(video, str) and not video.startswith(("http:", "https:")):
-        path = video.removeprefix("file://")
-        if os.path.isfile(path):  # noqa: PTH113 - long text
-            return Path(path).read_bytes()
+    if isinstance(video, str) and (path := local_file(video)):
+        return path.read_bytes()
     raise RowError(
         f"video {video!r:.80} is not a data URL, bytes, a file here or a list of frames; nothing is downloaded"
     )

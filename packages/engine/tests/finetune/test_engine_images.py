@@ -82,12 +82,14 @@ def taken(columns):
 @pytest.mark.process
 def test_an_image_is_the_same_row_whichever_way_it_comes(tmp_path, models):
     model, encoded = models["qwen2_5_vl"], picture(size=(24, 16))
-    (tmp_path / "a.png").write_bytes(encoded)
+    for name in ("a.png", "one cat.png"):
+        (tmp_path / name).write_bytes(encoded)
     chat = [asks(SEEN, "what?"), says("a cat")]
     own = [asks({"type": "image_url", "image_url": {"url": url(encoded)}}, "what?"), says("a cat")]
     rows = [
         *({"messages": chat, "images": [image]} for image in (url(encoded), str(tmp_path / "a.png"))),
         {"messages": own},
+        {"messages": chat, "images": [(tmp_path / "one cat.png").as_uri()]},
         {"messages": [asks({"type": "image_url", "image_url": url(encoded)}, "what?"), says("a cat")]},
         {"messages": [asks({**SEEN, "image": str(tmp_path / "a.png")}, "what?"), says("a cat")]},
         {"prompt": chat[:1], "completion": "a cat", "images": [{"bytes": None, "path": str(tmp_path / "a.png")}]},
@@ -109,12 +111,12 @@ def test_an_image_is_the_same_row_whichever_way_it_comes(tmp_path, models):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_video_is_the_same_row_whichever_way_it_comes(tmp_path, models, family):
     model, file = models[family], film()
-    path = tmp_path / "a.mp4"
+    path = tmp_path / "a film.mp4"
     path.write_bytes(file)
     chat = [asks({**FILM, "nframes": 2}, "what?"), says("a cat")]
     row = {"prompt": chat[:1], "completion": "a cat"}
     rows = [
-        *({"messages": chat, "videos": [video]} for video in (url_of_file(file), str(path), f"file://{path}")),
+        *({"messages": chat, "videos": [video]} for video in (url_of_file(file), str(path), path.as_uri())),
         {"messages": [asks({**FILM, "video": str(path), "nframes": 2}, "what?"), says("a cat")]},
         {"messages": [asks({"type": "video_url", "video_url": {"url": url_of_file(file)}, "nframes": 2}, "what?"),
                       says("a cat")]},

@@ -37,14 +37,13 @@ ROUTED = "routed_experts"
 CANDIDATES = "candidate_token_ids"
 TARGETS = "target_token_ids"
 ADAPTER = "adapter"
+_VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 VISUAL = (
     "pixel_values",
     "image_grid_thw",
     "image_sizes",
     *AUDIO,
-    "pixel_values_videos",
-    "video_grid_thw",
-    "second_per_grid_ts",
+    *_VIDEOS,
 )
 """Columns of images, sounds and videos, under the names that Hugging Face processors give them."""
 
@@ -370,7 +369,7 @@ def _told_apart(
     seen: dict[object, int] = {}
     keys = list[Tensor]()
     for index, row in enumerate(rows):
-        has_video = any(len(entries[index]) for name, entries in pieces.items() if name in VISUAL[3 + len(AUDIO) :])
+        has_video = any(len(entries[index]) for name, entries in pieces.items() if name in _VIDEOS)
         shown = index if has_video else tuple(digest(entries[index]) for entries in pieces.values())
         key = row + (seen.setdefault(shown, len(seen)) << 33)
         if masks is not None:

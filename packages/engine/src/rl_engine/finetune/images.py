@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from rl_csrc.inference.images import GRIDS, PIXELS
 from rl_csrc.inference.videos import SECONDS, VIDEO_GRIDS, VIDEO_PIXELS, is_video
@@ -83,7 +84,10 @@ def take_images(messages: Sequence[Message], given: Media) -> tuple[list[Message
 
 
 def encoded(image: Any) -> str:
-    """Path or data URL of an image: one of these, the bytes of a file, `{"bytes", "path"}`, or an image of Pillow.
+    """Path or data URL of an image.
+
+    Args:
+        image: One of these, a `file://` URL, the bytes of a file, `{"bytes", "path"}`, or an image of Pillow.
 
     Raises:
         DataError: it is none of these, or no file is there.
@@ -96,8 +100,10 @@ def encoded(image: Any) -> str:
         image = buffer.getvalue()
     if isinstance(image, bytes):
         return f"data:image/unknown;base64,{_base64(image)}"
-    if isinstance(image, str) and (image.startswith("data:image/") or os.path.isfile(image)):  # noqa: PTH113 - long names
+    if isinstance(image, str) and image.startswith("data:image/"):
         return image
+    if isinstance(image, str) and (path := _local_file(image)):
+        return path
     raise DataError(f"image {image!r:.80} is not a data URL, bytes or an image file here; nothing is downloaded")
 
 
@@ -122,7 +128,7 @@ def encoded_video(video: Any, **asked: Any) -> str:
     if isinstance(video, str) and video.startswith("data:video/"):
         head, _, data = video.partition(",")
         return f"{head.removesuffix(';base64')}{options};base64,{data}"
-    if isinstance(video, str) and os.path.isfile(path := video.removeprefix("file://")):  # noqa: PTH113 - long names
+    if isinstance(video, str) and (path := _local_file(video)):
         return f"data:video/mp4{options}{_PATH}{path}"
     raise DataError(
         f"video {video!r:.80} is not a data URL, bytes, a video file here or a list of frames; nothing is downloaded"
@@ -131,6 +137,12 @@ def encoded_video(video: Any, **asked: Any) -> str:
 
 _PATH = ";path,"
 """What is before the path of a video's file in its source."""
+
+
+def _local_file(name: str) -> str:
+    """Path of a file here by its path or `file://` URL (RFC 8089); empty if there is none, as for any other text."""
+    path = unquote(urlsplit(name).path) if name.startswith("file://") else name
+    return path if os.path.isfile(path) else ""  # noqa: PTH113 - long names
 
 
 def _base64(file: bytes) -> str:

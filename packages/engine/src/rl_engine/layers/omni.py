@@ -85,16 +85,16 @@ class OmniInputs(MultimodalInputs):
                 f"(frames, {self._mels}) and (sounds,)."
             )
         row_of = torch.arange(batch.num_rows, device=lengths.device).repeat_interleave(counts)
-        told, wanted = (
+        total, wanted = (
             torch.zeros_like(marks).index_add_(0, row_of, each)
             for each in (lengths, num_audio_tokens(self._config, lengths))
         )
         starts = batch.count_given(self._config.audio_start_token_id)
-        wrong = (told != num_frames) | (wanted != marks) | (counts != starts)
+        wrong = (total != num_frames) | (wanted != marks) | (counts != starts)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise BatchError(
-                f"Row {row} has {int(counts[row])} sounds of {int(told[row])} frames, which make {int(wanted[row])} "
+                f"Row {row} has {int(counts[row])} sounds of {int(total[row])} frames, which make {int(wanted[row])} "
                 f"tokens, but {int(num_frames[row])} frames, {int(marks[row])} audio tokens ({self._token_id}) and "
                 f"{int(starts[row])} tokens that open a sound ({self._config.audio_start_token_id})."
             )
