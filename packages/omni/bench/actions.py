@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE, FOLDER = ROOT / "examples/actions", Path("outputs/actions")
 HEADS = {"bins": {"action_size": 2, "num_bins": 16}, "flow": {"action_size": 2, "num_steps": 4, "noise": 0.5}}
 RECIPES = {"GRPO, bins": ("reach", "bins"), "PPO, bins": ("reach_ppo", "bins"), "GRPO, flow": ("reach_flow", "flow")}
-SEEDS = {**dict.fromkeys(RECIPES, (1, 2, 3)), "PPO, bins": (1,)}
+SEEDS = (1, 2, 3)
 """Seeds of each curve's runs, which choose episodes and samples. The policy after imitation is the same."""
 
 
@@ -102,7 +102,7 @@ def main(run):
     """Run the recipes, and compare."""
     found = {}
     for name in [*RECIPES][:1] if run.quick else RECIPES:
-        seeds = [trained(name, seed, *(["steps=2"] if run.quick else [])) for seed in SEEDS[name]]
+        seeds = [trained(name, seed, *(["steps=2"] if run.quick else [])) for seed in SEEDS]
         first, last = ([each["eval_reward"][at] for each in seeds] for at in (0, -1))
         gains = [after - before for before, after in zip(first, last, strict=True)]
         found[name] = {"seeds": seeds, "gain_mean": statistics.mean(gains), "gain_half_width_95": half_width_95(gains)}
