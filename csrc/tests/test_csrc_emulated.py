@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from torch import Tensor
 

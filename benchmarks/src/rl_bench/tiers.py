@@ -1,6 +1,7 @@
 """Plugin of pytest for every test of the workspace: the environment, hypothesis, and the `core` tier."""
 
 import asyncio
+import atexit
 import gc
 import multiprocessing.util
 import os
@@ -31,7 +32,8 @@ settings.register_profile("workspace", deadline=None, suppress_health_check=[Hea
 settings.load_profile("workspace")
 
 OTHER_TIERS = frozenset(["process", "slow", "integration", "wheels", "gpu", "real"])
-_WHOLE_FILE = re.compile(rf"^pytestmark = \[?pytest\.mark\.({'|'.join(OTHER_TIERS)})\b", re.MULTILINE)
+_MARKS_OF_FILE = re.compile(r"^pytestmark = .*(?:\n[ \])].*)*", re.MULTILINE)
+_WHOLE_FILE = re.compile(rf"\bmark\.({'|'.join(OTHER_TIERS)})\b")
 _PROBES = ("uname", "fc-list")
 """Programs of which `platform` and, once on a machine, matplotlib's cache of fonts ask."""
 MAX_SLEEP_S = 0.2
@@ -41,8 +43,18 @@ MAX_SLEEP_S = 0.2
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out of `pytest -m core` the files that are of another tier as a whole: importing them takes seconds."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    is_left_out = config.option.markexpr == "core" and is_test and _WHOLE_FILE.search(collection_path.read_text())
-    return True if is_left_out else None
+    if config.option.markexpr != "core" or not is_test:
+        return None
+    marks = _MARKS_OF_FILE.search(collection_path.read_text())
+    return True if marks and _WHOLE_FILE.search(marks[0]) else None
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Leave functions of other tiers out of `pytest -m core` before their cases are made."""
+    marks = getattr(obj, "pytestmark", None)
+    is_core = collector.config.option.markexpr == "core"
+    is_left_out = is_core and isinstance(marks, list) and any(mark.name in OTHER_TIERS for mark in marks)
+    return [] if is_left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -134,18 +146,17 @@ class Collector:
         try:
             return (yield)
         finally:
+            gc.freeze()
             gc.enable()
+            atexit.register(gc.unfreeze)  # at the interpreter's end, compiled modules count what is not freed
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
         """Freeze what is alive where a new file begins."""
-        if self._file != (file := nodeid.partition("::")[0]):
+        if self._file != (file := _file_of(item)):
             self._file = file
             gc.collect()
             gc.freeze()
-
-    def pytest_unconfigure(self) -> None:
-        """Leave everything to the interpreter's end, where compiled modules count what is not freed."""
-        gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

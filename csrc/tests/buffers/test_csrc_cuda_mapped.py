@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 
+pytestmark = pytest.mark.process
+
 PAGE = 1 << 16
 
 

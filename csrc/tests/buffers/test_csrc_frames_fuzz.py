@@ -10,6 +10,8 @@ import torch
 
 from rl_csrc import frames
 
+pytestmark = pytest.mark.process
+
 FUZZ = Path(__file__).parents[2] / "fuzz"
 
 

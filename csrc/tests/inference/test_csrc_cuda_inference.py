@@ -10,6 +10,8 @@ import torch
 
 from rl_csrc.inference import paged, sampling
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from csrc_kit import Implementation
 

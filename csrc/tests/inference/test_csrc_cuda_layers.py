@@ -5,6 +5,8 @@ import torch
 
 from rl_csrc.inference import layers, paged
 
+pytestmark = pytest.mark.process
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 

@@ -15,6 +15,8 @@ from torch import Tensor
 import rl_csrc
 from rl_csrc.ops import operator
 
+pytestmark = pytest.mark.process
+
 Check = Callable[..., None]
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

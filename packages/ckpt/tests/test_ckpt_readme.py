@@ -12,6 +12,8 @@ import torch
 from rl_ckpt import tree_digest
 from rl_ckpt.testing import new_name
 
+pytestmark = pytest.mark.process
+
 
 def blocks():
     folder = Path(__file__).parents[1]

@@ -12,6 +12,8 @@ from rl_tinker.ranks.group import ElasticGroup
 from rl_tinker.service.replicas import Replicas
 from rl_tinker.types import ServeConfig
 
+pytestmark = pytest.mark.process
+
 README = Path(__file__).parents[1] / "README.md"
 
 

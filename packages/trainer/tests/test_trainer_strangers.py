@@ -12,6 +12,8 @@ import pytest
 
 from rl_rollout.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 KEYS = ("engine.backend", "rollout.backend", "weights_transport", "queue_storage", "agent.loop")
 RUN = """

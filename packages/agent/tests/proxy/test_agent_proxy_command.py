@@ -14,6 +14,8 @@ from rl_agent.types import AgentLoopOutput
 from rl_rollout import ServerConfig, create_server
 from rl_rollout.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("transformers", reason="needs the extra rl-agent[hf]")
 
 

@@ -10,6 +10,8 @@ from rl_agent import Grader
 from rl_agent.sandbox import worker as workers
 from rl_agent.sandbox.worker import Service
 
+pytestmark = pytest.mark.process
+
 READ = """
 import os
 print(open({path!r}).read())

@@ -14,6 +14,8 @@ from rl_ckpt.session import GROUP, capabilities
 from rl_ckpt.testing import CheckpointEngineSuite, KillSuite, ProcessSuite, VersionSuite, new_name, new_port
 from rl_ckpt.types import Capability
 
+pytestmark = pytest.mark.process
+
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract UNIX sockets need Linux")
 
 

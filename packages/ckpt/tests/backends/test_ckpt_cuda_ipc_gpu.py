@@ -12,6 +12,8 @@ import torch
 import rl_ckpt
 from rl_ckpt.testing import new_name
 
+pytestmark = pytest.mark.process
+
 RECEIVE = """
     import sys, torch, rl_ckpt
 

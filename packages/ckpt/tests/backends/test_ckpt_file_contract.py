@@ -8,6 +8,8 @@ import pytest
 from rl_ckpt.session import capabilities
 from rl_ckpt.testing import AliasSuite, IntoSuite, SessionSuite
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("safetensors")
 
 

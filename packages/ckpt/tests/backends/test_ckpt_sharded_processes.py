@@ -11,6 +11,8 @@ import rl_ckpt
 from rl_ckpt import ShardSpec
 from rl_ckpt.testing import new_name
 
+pytestmark = pytest.mark.process
+
 SHAPES, TIMEOUT_S, TOKEN = {"up": (512, 1024), "down": (1024, 512), "norm": (512,)}, 60.0, "known to all"
 
 NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: pip install 'rl-ckpt[nixl]'")

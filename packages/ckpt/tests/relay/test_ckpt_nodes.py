@@ -10,6 +10,8 @@ from rl_ckpt import CkptError, ReceiverState, Role, SyncAbortedError, connect
 from rl_ckpt.testing import assert_same, new_name, new_port, receive_all
 from rl_ckpt.testing.ends import BUCKET_BYTES, TIMEOUT_S, weights_of
 
+pytestmark = pytest.mark.process
+
 TOKEN = "known to all"
 MOMENTS = ("before", "after")
 MESSAGES = {

@@ -8,6 +8,8 @@ from rl_engine.distributed.world import World
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 
+pytestmark = pytest.mark.process
+
 DATA = ragged_batch([[5, 6, 7], [8], [3] * 9], [[9, 10], [11, 12, 13], [1, 2, 3, 4, 5]])
 
 

@@ -10,6 +10,8 @@ from rl_engine.finetune.cli import distill_main, dpo_main, rm_main, sft_main
 from rl_engine.finetune.loop import SignsOfLife
 from rl_engine.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 ROW = {"prompt_token_ids": [4, 5], "completion_token_ids": [6, 7]}
 PAIR = {"prompt_token_ids": [4, 5], "chosen_token_ids": [6, 7], "rejected_token_ids": [8]}
 DEADLINE_S = 60.0

@@ -12,6 +12,8 @@ from rl_engine import BatchError, ConfigError, EngineConfig, OptimizerConfig, Pr
 from rl_engine.losses import sft_loss
 from rl_engine.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 _spec = spec_from_file_location("moe_oracle", Path(__file__).parents[1] / "support" / "moe_oracle.py")
 oracle = module_from_spec(_spec)
 _spec.loader.exec_module(oracle)

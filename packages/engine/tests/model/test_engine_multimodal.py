@@ -10,6 +10,8 @@ from rl_engine import BatchError, EngineConfig, Precision, create_engine
 from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged, ragged_batch, write_tiny_model
 
+pytestmark = pytest.mark.process
+
 IMAGE, START, END, VIDEO = 70, 71, 72, 73
 TEXT = {
     "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

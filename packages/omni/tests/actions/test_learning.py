@@ -11,6 +11,8 @@ from packages.omni.tests.actions.conftest import HEADS
 
 from rl_omni.testing import write_tiny_policy
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[4]
 SIDES = '''"""One step: the first number says whether the picture is bright."""
 import numpy

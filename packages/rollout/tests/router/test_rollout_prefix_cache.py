@@ -10,6 +10,8 @@ from rl_rollout import GenerateRequest, Router, SamplingParams, ServerConfig, cr
 from rl_rollout.router import Placement, block_keys
 from rl_rollout.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 NUM_SESSIONS, NUM_TURNS, GROUP_SIZE, NUM_REPLICAS = 24, 5, 4, 3
 SHARED = tuple(random.Random(0).choices(range(3, 40), k=96))
 """The system prompt and the tools of every session."""

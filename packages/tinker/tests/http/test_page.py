@@ -14,6 +14,8 @@ from rl_tinker import journal as db
 from rl_tinker.service.tenants import key_digest
 from rl_tinker.types import AdapterSpec, Model
 
+pytestmark = pytest.mark.process
+
 
 def numbers(url, key=""):
     request = urllib.request.Request(f"{url}/page.json", headers={"X-API-Key": key})

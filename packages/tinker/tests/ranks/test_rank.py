@@ -9,6 +9,8 @@ from rl_tinker.ranks.rank import Rank
 from rl_tinker.types import AdamParams, AdapterSpec, Command, ServeConfig, Verb
 from rl_tinker.wire.protobuf import FLOAT32, INT64, message
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def rank(tiny_model, tmp_path):

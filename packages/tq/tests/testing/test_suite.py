@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 PLANTED = Path(__file__).with_name("planted.py")
 NAMES = re.findall(r"^@planted\nclass (\w+)", PLANTED.read_text(), re.MULTILINE)
 

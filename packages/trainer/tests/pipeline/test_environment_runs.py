@@ -12,6 +12,8 @@ from rl_trainer.errors import InputError
 from rl_trainer.planning.prepare import prepare
 from rl_trainer.run import run
 
+pytestmark = pytest.mark.process
+
 FILE = '''
 class Count:
     """Say a text, three times; longer ones are better, even where they are cut off."""

@@ -19,6 +19,8 @@ from rl_trainer.planning.prepare import prepare
 from rl_trainer.run import run
 from rl_trainer.workers import agent as agent_worker
 
+pytestmark = pytest.mark.process
+
 HARNESS = '''
 import os
 

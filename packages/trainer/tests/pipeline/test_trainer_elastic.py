@@ -17,6 +17,8 @@ from rl_trainer.run import create_elastic
 from rl_trainer.runtime import create_runtime
 from rl_trainer.setup import place
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)

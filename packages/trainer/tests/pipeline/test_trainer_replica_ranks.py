@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 FAKE = Path(__file__).parents[3] / "rollout" / "tests" / "peers" / "fake_vllm.py"
 SIZES = [
     "data.options.num_rows=400", "data.eval_size=4", "batch.batch_size=4", "batch.mini_batch_size=2",

@@ -12,6 +12,8 @@ from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.errors import DataError
 
+pytestmark = pytest.mark.process
+
 SMALL = ["model.warmup.steps=5", "model.warmup.batch_size=4", "model.warmup.num_rows=20", "steps=1", "eval_every=0"]
 SMALL += ["batch.batch_size=2", "batch.group_size=2", "batch.mini_batch_size=2", "data.eval_size=2"]
 HAS_BROWSER = shutil.which("chromium") is not None

@@ -14,6 +14,8 @@ from rl_trainer.config import load_config
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import demonstration, write_tokenizer
 
+pytestmark = pytest.mark.process
+
 SMALL = ["data.options.num_rows=300", "data.eval_size=8"]
 
 

@@ -9,6 +9,8 @@ from rl_engine.losses import sft_loss
 from rl_engine.testing import ragged_batch, write_tiny_model
 from rl_rollout.types import FinishReason, TokenOutput
 
+pytestmark = pytest.mark.process
+
 
 def said(parent, prompt, answer, name):
     output = TokenOutput(

@@ -16,6 +16,8 @@ from rl_trainer.config.schema import WarmupConfig
 from rl_trainer.data import load_datasets
 from rl_trainer.data.warmup import make_small_model
 
+pytestmark = pytest.mark.process
+
 BACKENDS = {
     "vllm": {
         "module": "vllm.entrypoints.openai.api_server",

@@ -19,6 +19,8 @@ from rollout_servers import (
 
 from rl_rollout import CkptReceiver, Router, ServerConfig, ServerLostError, create_server
 
+pytestmark = pytest.mark.process
+
 DEADLINE_S = 120.0
 
 

@@ -8,6 +8,8 @@ import torch
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, launch_server
 from rl_rollout.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 GIB = 2**30
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24, "num_attention_heads": 16}
 

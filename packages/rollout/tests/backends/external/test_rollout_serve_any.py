@@ -15,6 +15,8 @@ import pytest
 from rl_rollout import GenerateRequest, SamplingParams, ServerConfig, create_server, launch_server
 from rl_rollout.testing import write_tiny_model
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENT = os.environ.get("RL_ROLLOUT_VLLM")
 START_S = 600.0
 
