@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -42,7 +43,7 @@ def classes(package: Path) -> dict[str, int]:
     for file in package.rglob("*.py"):
         if "testing" in file.relative_to(package).parts or file.name == "testing.py":
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in _definitions(file):
             if isinstance(node, ast.ClassDef):
                 names = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
                 count = sum(not name.startswith("__") or name == "__init__" for name in names)
@@ -54,11 +55,18 @@ def functions(package: Path) -> dict[str, int]:
     """Lines by function, nested ones included."""
     found: dict[str, int] = {}
     for file in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for node in _definitions(file):
+            if not isinstance(node, ast.ClassDef):
                 name = f"{file.relative_to(package)}:{node.name}:{node.lineno}"
                 found[name] = (node.end_lineno or node.lineno) - node.lineno + 1
     return found
+
+
+@cache
+def _definitions(file: Path) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Classes and functions of a file, nested ones included."""
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
 
 
 def measure(package: Path) -> dict[str, int]:

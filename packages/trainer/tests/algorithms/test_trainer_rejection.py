@@ -1,6 +1,7 @@
 """A rejected token has no term of the loss left, and bypass mode corrects and rejects by the policy under update."""
 
 import math
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from rl_trainer.planning.plan import make_plan
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LOSSES = sorted(POLICY_LOSSES)
+CASES = sorted({*zip(LOSSES, cycle(AGGREGATIONS), strict=False), *product(["ppo"], AGGREGATIONS)})
+"""Every loss, and every aggregation with one of them: they are computed one after the other."""
 TEACHER = TeacherSection(path="nowhere", divergence="mixed", coef=0.5)
 FAR = 1.0
 """Log ratio trainer / sampler of a token that is rejected, whose ratio of 2.7 is above 2."""
@@ -64,8 +67,7 @@ def learn(config, columns, logprobs, lengths, *, counts=None, **options):
     return loss.detach(), {name: float(value) for name, value in metrics.items()}, leaf.grad, entropy.grad
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", [*LOSSES, "own"])
+@pytest.mark.parametrize(("loss", "aggregation"), [*CASES, ("own", "token-mean")])
 def test_a_rejected_token_has_no_term_and_others_keep_theirs(loss, aggregation, monkeypatch):
     """Policy, reference KL, entropy, KL-Cov, teacher: as if it had not been there, but for the counts."""
     own = PolicyLoss(source="here", compute=lambda given: -given.advantages * given.logprobs)
@@ -98,8 +100,7 @@ def test_a_rejected_token_has_no_term_and_others_keep_theirs(loss, aggregation, 
         torch.testing.assert_close(entropies, plain[3] * share)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "aggregation"), CASES)
 def test_counted_after_rejection_the_batch_is_as_if_without(loss, aggregation):
     lengths = [5, 3, 6, 4]
     columns, logprobs, rejected = draw(lengths, 1)
