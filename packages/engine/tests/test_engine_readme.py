@@ -9,6 +9,7 @@ PAGES = [PACKAGE / "README.md", *sorted((PACKAGE.parents[1] / "docs/packages/eng
 EXAMPLES = [(page, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
+@pytest.mark.process
 @pytest.mark.promise("The README's examples run")
 @pytest.mark.parametrize(("page", "code"), EXAMPLES)
 def test_the_readmes_examples_run(tmp_path, page, code):

@@ -108,6 +108,7 @@ def test_weights_that_cannot_be_read_are_found_by_their_headers(folders, backend
     check(backend, EngineConfig(model_path=str(folders / folder), init="random"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_can_run_is_not_refused(folders, backend):
     layouts = {"fsdp": ParallelConfig(sp=2, dp_replicate=2), "megatron": ParallelConfig(tp=2, pp=2)}
