@@ -14,7 +14,6 @@ from rl_bench.waiting import until
 from rl_tinker.service.tenants import key_digest
 from rl_tinker.wire.protobuf import message
 
-pytestmark = pytest.mark.process
 OTHER = "tml-bob"
 PROMPT = {"chunks": [{"tokens": [5, 6]}]}
 
@@ -93,6 +92,13 @@ def server(tiny_model, tmp_path, gate):
         gate.set()
 
 
+@pytest.fixture(scope="module")
+def shared(tiny_model, tmp_path_factory):
+    """One server for the tests whose requests leave nothing in it; every key is a tenant of its own."""
+    with running(tmp_path_factory.mktemp("shared"), tiny_model, model_name="tiny") as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("path", "given"),
     [
@@ -109,8 +115,8 @@ def server(tiny_model, tmp_path, gate):
         ("/asample", {"prompt": {"chunks": [{"type": "image", "tokens": []}]}}),
     ],
 )
-def test_what_the_server_does_not_have_is_501(server, path, given):
-    client = Client(server)
+def test_what_the_server_does_not_have_is_501(shared, path, given):
+    client = Client(shared)
     if path == "/create_model":
         status, answer = client.create(**given)
     elif path == "/asample":
@@ -132,8 +138,8 @@ def test_what_the_server_does_not_have_is_501(server, path, given):
         ("/get_info", {}, "the body has model_id=None; give a text"),
     ],
 )
-def test_a_number_out_of_range_is_400(server, path, given, told):
-    client = Client(server)
+def test_a_number_out_of_range_is_400(shared, path, given, told):
+    client = Client(shared)
     if path == "/create_model":
         status, answer = client.create(**given)
     elif path == "/asample":

@@ -14,8 +14,6 @@ from rl_tinker import journal as db
 from rl_tinker.service.tenants import key_digest
 from rl_tinker.types import AdapterSpec, Model
 
-pytestmark = pytest.mark.process
-
 
 def numbers(url, key=""):
     request = urllib.request.Request(f"{url}/page.json", headers={"X-API-Key": key})
@@ -39,7 +37,6 @@ def put_run(server, tenant):
     store.apply([model])
 
 
-@pytest.mark.process
 def test_a_tenant_sees_its_own_runs_alone(tiny_model, tmp_path):
     keys = tmp_path / "keys.toml"
     table = '[[tenant]]\nname = "{}"\nkey_sha256 = "{}"\nmax_pending = 9\n'
