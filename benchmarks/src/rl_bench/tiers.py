@@ -34,9 +34,19 @@ settings.register_profile("workspace", deadline=None, suppress_health_check=[Hea
 settings.load_profile("workspace")
 
 # Registries ask for entry points at each name, and each time a file of every installed distribution is read: 20 ms.
-_entry_points = importlib.metadata.entry_points
-_entry_points_of = functools.cache(lambda _, **wanted: _entry_points(**wanted))
-importlib.metadata.entry_points = lambda **wanted: _entry_points_of(tuple(sys.path), **wanted)
+_read_entry_points = importlib.metadata.entry_points
+
+
+@functools.cache
+def _entry_points_on(_: tuple[str, ...], **wanted: str) -> Any:
+    return _read_entry_points(**wanted)
+
+
+def _entry_points(**wanted: str) -> Any:
+    return _entry_points_on(tuple(sys.path), **wanted)
+
+
+importlib.metadata.entry_points = _entry_points
 
 OTHER_TIERS = frozenset(["process", "slow", "integration", "wheels", "gpu", "real"])
 _MARKS_OF_FILE = re.compile(r"^pytestmark = .*(?:\n[ \])].*)*", re.MULTILINE)
