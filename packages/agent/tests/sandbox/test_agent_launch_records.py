@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -159,8 +160,18 @@ def test_a_script_that_cannot_be_isolated_is_not_run(bash, script, monkeypatch, 
 def test_a_script_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ScriptError, match="none.sh cannot be read: No such file"):
         create_script_reader().read(tmp_path / "none.sh")
+    with pytest.raises(ScriptError, match="folder of the system; copy it"):
+        create_script_reader().read(Path("/usr/bin/which").resolve())
     with pytest.raises(ScriptError, match="holds no record of a launch"):
         create_script_reader().recorded(tmp_path)
+
+
+def test_a_kernel_that_is_short_of_namespaces_is_asked_again(bash, script, monkeypatch):
+    pauses_s = []
+    monkeypatch.setattr(launches.time, "sleep", pauses_s.append)
+    bash.play = lambda *_: {"isolated": len(bash.requests) == 3, "records": [MAIN]}
+    assert len(create_script_reader().read(script).launches) == 1
+    assert pauses_s == [0.05, 0.2]
 
 
 def playing(outcome):

@@ -255,16 +255,6 @@ def test_all_readings_of_a_script_share_its_time(tmp_path):
     assert time.monotonic() - start < 20, "nine readings of three seconds each take 27"
 
 
-def test_a_script_of_a_system_s_folder_is_refused():
-    with pytest.raises(ScriptError, match="folder of the system; copy it"):
-        create_script_reader().read(Path("/usr/bin/which").resolve())
-
-
-def test_a_record_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(ScriptError, match="holds no record of a launch"):
-        create_script_reader().recorded(tmp_path)
-
-
 def test_tests_of_unknown_texts_are_reported(tmp_path):
     file = script(tmp_path, f'name=$(hostname -s)\nif [ "$name" = head ]; then exit 0; fi{LAUNCH}')
     found = create_script_reader().read(file)
@@ -327,20 +317,15 @@ def test_a_file_that_a_mount_shows_is_refused_all_the_same(tmp_path, monkeypatch
 END = "\npython3 -m verl.trainer.main_ppo n=$n\n"
 DECISIVE = {
     "a branch": ("if foo; then n=8; else n=1; fi", "foo"),
-    "and": ("n=1; foo x && n=8", "foo x"),
-    "or": ("n=1; foo || n=8", "foo"),
-    "not": ("n=1; ! foo && n=8", "foo"),
     "a status": ("foo; if [ $? -ne 0 ]; then n=1; else n=8; fi", "foo"),
     "a loop": ("n=1; while ! foo; do n=2; break; done", "foo"),
     "two, one of them inverted": ("n=1; foo && ! bar && n=8", "bar"),
-    "two, one after the other": ("n=1; foo || bar || n=8", "foo or bar"),
     "two, by a variable": ('foo && x=1; bar && y=1; n=1; [ "$x$y" = "" ] && n=8', "foo or bar"),
     "a pipe": ("n=1; if nvidia-smi -L | grep -q H100; then n=8; fi", "grep -q H100"),
     "code of Python": ("n=1; python3 -c 'import x' && n=8", "python3 -c import x"),
     "a program that is looked up": ("n=1; command -v nvcc > /dev/null && n=8", "command -v nvcc"),
     "its type": ("n=1; type nvcc > /dev/null && n=8", "type nvcc"),
     "its path": ("n=1; if which nvcc; then n=8; fi", "which nvcc"),
-    "another launch": ("n=1; foo && python3 -m verl.trainer.main_ppo n=0", "foo"),
 }
 
 
@@ -382,16 +367,3 @@ def test_a_launch_that_needs_a_failure_is_found(tmp_path):
 def test_a_launch_that_is_repeated_until_it_succeeds_is_one(tmp_path):
     found = create_script_reader().read(script(tmp_path, f"n=1; until{END[:-1]}; do sleep 1; done\n"))
     assert [each.arguments for each in found.launches] == [("n=1",)]
-
-
-def test_a_kernel_that_is_short_of_namespaces_is_asked_again(tmp_path, monkeypatch):
-    answer, asked = ScriptReader._answer, []
-
-    def short(self, script, request):
-        asked.append(script)
-        return {"isolated": False} if len(asked) < 3 else answer(self, script, request)
-
-    monkeypatch.setattr(ScriptReader, "_answer", short)
-    monkeypatch.setattr(launches, "_PAUSES_S", (0.0,) * 4)
-    assert len(create_script_reader().read(script(tmp_path, LAUNCH)).launches) == 1
-    assert len(asked) == 3

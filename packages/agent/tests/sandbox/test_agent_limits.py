@@ -37,7 +37,7 @@ def machine(request, monkeypatch):
 
 def grade(*codes, timeout_s=None, limits=LIMITS):
     async def main():
-        grader = Grader(num_workers=1, limits=limits, cache_size=0)
+        grader = Grader(num_workers=1, limits=limits)
         try:
             first = await grader.run(codes[0], timeout_s=timeout_s)
             return [first, *[await grader.run(code) for code in codes[1:]]]

@@ -29,36 +29,12 @@ if TYPE_CHECKING:
 
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "ray", "srun", "uv")
 _WRAPPERS = (
-    "nohup",
-    "timeout",
-    "time",
-    "numactl",
-    "nsys",
-    "stdbuf",
-    "setsid",
-    "nice",
-    "sudo",
-    "conda",
-    "mpirun",
-    "docker",
-    "podman",
-    "singularity",
-    "apptainer",
+    *("nohup", "timeout", "time", "numactl", "nsys", "stdbuf", "setsid", "nice", "sudo"),
+    *("conda", "mpirun", "docker", "podman", "singularity", "apptainer"),
 )
 _ANSWERING = (
-    "env",
-    "tee",
-    "cat",
-    "date",
-    "basename",
-    "dirname",
-    "readlink",
-    "realpath",
-    "pwd",
-    "seq",
-    "wc",
-    "nproc",
-    "which",
+    *("env", "tee", "cat", "date", "basename", "dirname", "readlink", "realpath", "pwd", "seq", "wc"),
+    *("nproc", "which"),
 )
 _NAMES = (*_LAUNCHERS, *(f"python3.{i}" for i in range(8, 16)), *_WRAPPERS, *_ANSWERING, "mkdir")
 _SHELLS = ("/bin/bash", "/bin/sh", "/usr/bin/bash", "/usr/bin/sh")
@@ -371,11 +347,8 @@ _WITH_VALUE = ("-X", "-W", "-Q", "--nnodes", "--nproc_per_node", "--nproc-per-no
 
 
 _LAUNCHING_MODULES = (
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "accelerate.commands.launch",
-    "pdb",
-    "cProfile",
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+    *("pdb", "cProfile"),
 )
 
 

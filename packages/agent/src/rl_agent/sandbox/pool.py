@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _GRACE_S = 0.05
 """Seconds for a solution's process to notice that its judge has ended."""
+_CACHE_SIZE = 4096
+"""Results kept, by code and input; of runs that ended by themselves alone."""
 _ISOLATIONS = ("network", "processes", "files")
 
 
@@ -44,7 +46,6 @@ class Grader(CodeGrader):
         num_workers: Subprocesses, that is, runs at the same time.
         limits: Limits of each run.
         max_waiting: Runs that may wait for a subprocess; one more fails at once.
-        cache_size: Results kept, by code and input; runs that ended by a limit of time or memory are not.
         needs: Isolation that is required, of `network`, `processes` and `files`; without it nothing runs.
 
     Raises:
@@ -57,14 +58,10 @@ class Grader(CodeGrader):
         num_workers: int = 2,
         limits: SandboxLimits | None = None,
         max_waiting: int = 4096,
-        cache_size: int = 4096,
         needs: Collection[str] = (),
     ) -> None:
-        if num_workers < 1 or max_waiting < 0 or cache_size < 0:
-            raise ValueError(
-                f"num_workers={num_workers} must be positive; max_waiting={max_waiting} and cache_size={cache_size} "
-                "must not be negative"
-            )
+        if num_workers < 1 or max_waiting < 0:
+            raise ValueError(f"num_workers={num_workers} must be positive, and max_waiting={max_waiting} not negative")
         self.limits = limits or SandboxLimits()
         if self.limits.memory_bytes < MIN_MEMORY_BYTES or self.limits.timeout_s <= 0:
             raise ValueError(
@@ -79,7 +76,6 @@ class Grader(CodeGrader):
         """Isolation in force; None before the first run."""
         self._num_workers = num_workers
         self._max_waiting = max_waiting
-        self._cache_size = cache_size
         self._needs = frozenset(needs)
         self._slots = asyncio.Semaphore(num_workers)
         self.idle: list[Worker] = []
@@ -87,8 +83,6 @@ class Grader(CodeGrader):
         self._busy: set[Worker] = set()
         self._cache: OrderedDict[bytes, CodeResult] = OrderedDict()
         self._num_waiting = 0
-        self.num_cache_hits = 0
-        """Number of runs that were answered from the cache."""
 
     async def run(self, code: str, stdin: str = "", *, timeout_s: float | None = None) -> CodeResult:
         """See `CodeGrader`."""
@@ -124,14 +118,13 @@ class Grader(CodeGrader):
 
     def _known(self, key: bytes) -> CodeResult | None:
         if (known := self._cache.get(key)) is not None:
-            self.num_cache_hits += 1
             self._cache.move_to_end(key)
         return known
 
     def _keep(self, key: bytes, result: CodeResult) -> CodeResult:
-        if result.kind in ("ok", "error") and self._cache_size:
+        if result.kind in ("ok", "error"):
             self._cache[key] = result
-            if len(self._cache) > self._cache_size:
+            if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return result
 
