@@ -187,8 +187,8 @@ class Session:
 def add_experts(known: list[RoutedToken], num_prompt_tokens: int, output: TokenOutput) -> None:
     """Extend the routed experts of a trajectory by those of its newest generation.
 
-    A server feeds a prompt anew and tells of its tokens again; what was told first stays, for with those experts a
-    token was sampled. What nobody told is an empty entry until somebody does.
+    A server that feeds a prompt again reports its tokens again. The first report stays: the token was sampled with
+    those experts. A token without a report has an empty entry.
 
     Args:
         known: Per token from the prompt's first on; grows.
@@ -196,18 +196,18 @@ def add_experts(known: list[RoutedToken], num_prompt_tokens: int, output: TokenO
         output: Its answer.
 
     Raises:
-        OutputError: the server told of another number of tokens than it was fed.
+        OutputError: the server reported another number of tokens than it was fed.
     """
-    told, num_fed = output.routed_experts, num_prompt_tokens + len(output.token_ids) - 1
-    if not told:
+    reported, num_fed = output.routed_experts, num_prompt_tokens + len(output.token_ids) - 1
+    if not reported:
         return
-    if len(told) != num_fed:
+    if len(reported) != num_fed:
         raise OutputError(
-            f"the server reported the experts of {len(told)} tokens, and was fed {num_fed} ({num_prompt_tokens} of the "
-            f"prompt, {len(output.token_ids)} generated, the last never fed); it is not known which tokens they are of"
+            f"the server reported the experts of {len(reported)} tokens, and was fed {num_fed} ({num_prompt_tokens} of "
+            f"the prompt, {len(output.token_ids)} generated, the last never fed); which tokens they are of is unknown"
         )
     known += [()] * (num_fed - len(known))
-    known[:] = [before or now for before, now in zip(known, told, strict=True)]
+    known[:] = [first or new for first, new in zip(known, reported, strict=True)]
 
 
 def finished(known: Sequence[RoutedToken], num_tokens: int) -> tuple[RoutedToken, ...]:

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 class ControlGroup:
     """Control group of one worker, version 2 or 1: the kernel limits its memory and processes.
 
-    Nobody is moved: a group is made below or beside this process's own, where this user may, and the worker enters it.
+    No process is moved: the group is made below or next to this process's own, if this user may, and the worker joins.
 
     Raises:
         OSError: no group can be made here.
@@ -98,7 +98,7 @@ def _parents(root: Path) -> tuple[int, dict[str, Path]]:
                     place = root / fields[4].lstrip("/") / below
                     places.update(dict.fromkeys(controllers.split(",") if kind == "cgroup" else ("2",), place))
     if "2" in places:
-        for place in (places["2"], places["2"].parent):  # below this process's own, or beside it
+        for place in (places["2"], places["2"].parent):  # below this process's own, or next to it
             with contextlib.suppress(OSError):
                 given = set((place / "cgroup.subtree_control").read_text().split())
                 if {"memory", "pids"} <= given and _is_ours(place):

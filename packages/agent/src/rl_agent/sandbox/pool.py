@@ -40,7 +40,7 @@ class Grader(CodeGrader):
     permits (Linux user namespaces) code is shut off from three things, and `isolation` says from which: `network`,
     there is none; `processes`, it sees its own alone, and none outlives it; `files`, it finds the system's programs and
     Python, read-only, and an empty `/tmp`. Without `files` code sees what this user can read. `check` tells what
-    holds. The kernel is shared: this bounds a model, not somebody with an exploit for it.
+    holds. The kernel is shared: this bounds a model, not an attacker with an exploit for it.
 
     Args:
         num_workers: Subprocesses, that is, runs at the same time.

@@ -156,14 +156,14 @@ class Worker:
                 raise
         return worker
 
-    def _learn(self, told: dict[str, Any]) -> None:
+    def _learn(self, reported: dict[str, Any]) -> None:
         kernel = None if self._group is None else "cgroup2" if self._group.version == 2 else "cgroup1"
         self.report = SandboxReport(
-            isolation=frozenset(told["isolated"]),
+            isolation=frozenset(reported["isolated"]),
             memory=kernel or "watcher",
-            processes=kernel or ("rlimit" if told["has_rlimit"] else "watcher"),
-            has_filter=told["is_filtered"],
-            landlock=told["landlock"],
+            processes=kernel or ("rlimit" if reported["has_rlimit"] else "watcher"),
+            has_filter=reported["is_filtered"],
+            landlock=reported["landlock"],
         )
 
     async def run(self, code: str, stdin: str, timeout_s: float, *, is_fresh: bool) -> CodeResult:

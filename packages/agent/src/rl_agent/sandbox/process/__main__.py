@@ -71,9 +71,9 @@ def main() -> None:
     except OSError:
         calls = None
     has_rlimit = _counts_processes(isolated)
-    told = {"isolated": sorted(isolated), "is_filtered": calls is not None, "has_rlimit": has_rlimit}
-    told |= {"landlock": filters.landlock_version()}
-    control.send(json.dumps(told).encode())
+    reported = {"isolated": sorted(isolated), "is_filtered": calls is not None, "has_rlimit": has_rlimit}
+    reported |= {"landlock": filters.landlock_version()}
+    control.send(json.dumps(reported).encode())
     _replace(1)
     _replace(2)
     execution.open_streams()  # a run's files take the places of these descriptors
@@ -166,7 +166,7 @@ def _serve(
     if watch is not None:
         watch.end()
     code = os.waitstatus_to_exitcode(status)
-    killed = -code if code < 0 else code - 128 if has_namespace and 128 < code <= 192 else 0  # as a shell tells it
+    killed = -code if code < 0 else code - 128 if has_namespace and 128 < code <= 192 else 0  # as a shell reports it
     control.send(json.dumps({"number": number, "signal": killed}).encode())
 
 

@@ -73,7 +73,7 @@ class CallFilter:
     It is classic BPF by the numbers of the architecture, built once and taken on by each process that runs code.
 
     Args:
-        has_memory_files: Allow `memfd_create`: somebody counts what is in such files.
+        has_memory_files: Allow `memfd_create`: the caller counts what is in such files.
 
     Raises:
         OSError: this machine's numbers are not known, or its kernel has no such filters; a child has tried.

@@ -78,7 +78,7 @@ class Watch:
         self.reader, self._writer = os.pipe()
         self.raised_by = 0
         with contextlib.suppress(OSError):
-            os.nice(-10)  # before there are namespaces: in one of users nobody may
+            os.nice(-10)  # before there are namespaces: a user namespace does not allow it
             self.raised_by = 10
 
     def limit_ids(self) -> None:
@@ -256,7 +256,7 @@ def fresh_child(isolated: set[str], scratch_bytes: int, readable: Sequence[str] 
 def forward(port: int, socket_path: str, isolated: set[str]) -> None:
     """Make a UNIX socket outside reachable as `127.0.0.1:port` in this network namespace, by a process of its own.
 
-    Without a namespace of networks nothing is needed: whoever listens at the socket listens at the port too.
+    Without a namespace of networks nothing is needed: the listener at the socket listens at the port too.
     """
     if "network" not in isolated:
         return
@@ -277,7 +277,7 @@ def forward_into(pid: int, port: int, socket_path: str) -> NoReturn:
     spaces = [(_NEWUSER, "user"), (_NEWNET, "net")]
     opened = [(kind, os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY)) for kind, name in spaces]
     for kind, space in opened:
-        if _libc.setns(space, kind) != 0 and kind == _NEWNET:  # nobody can enter the user namespace that he is in
+        if _libc.setns(space, kind) != 0 and kind == _NEWNET:  # a process cannot enter its own user namespace
             _checked(-1, f"setns to the network of process {pid}")
     listener = listen(port)
     hide()
