@@ -65,8 +65,8 @@ def functions(package: Path) -> dict[str, int]:
 @cache
 def _definitions(file: Path) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Classes and functions of a file, nested ones included."""
-    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    nodes = ast.walk(ast.parse(file.read_text()))
+    return [node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def measure(package: Path) -> dict[str, int]:
