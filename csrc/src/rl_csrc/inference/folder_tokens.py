@@ -139,13 +139,13 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     """
     folder = Path(folder)
     config, generation = _read(folder / _CONFIG), _read(folder / _GENERATION)
-    told = _read(folder / "tokenizer_config.json")
-    named = _special_texts(told, _read(folder / "special_tokens_map.json"))
+    tokenizer_config = _read(folder / "tokenizer_config.json")
+    named = _special_texts(tokenizer_config, _read(folder / "special_tokens_map.json"))
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary = _vocabulary(tokenizer, folder / "tokenizer.json")
     try:
         added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
-        added |= {token["content"]: int(i) for i, token in (told.get("added_tokens_decoder") or {}).items()}
+        added |= {token["content"]: int(i) for i, token in (tokenizer_config.get("added_tokens_decoder") or {}).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"the added tokens of {folder} are not a list of tokens with id and content ({error!r}); download it again"
@@ -153,7 +153,7 @@ def read_folder_tokens(folder: str | Path) -> FolderTokens:
     ids = vocabulary | added
     roles = {role: ids[text] for role, text in named.items() if text in ids}
     eos = roles.get("eos_token")
-    template = _template(folder, told)
+    template = _template(folder, tokenizer_config)
     written = added | {named[role]: i for role, i in roles.items()}
     highest = [max(vocabulary.items(), key=lambda item: item[1])] if vocabulary else []
     closing = None if template is None else _closing_id(template, named, written, folder)
@@ -295,14 +295,14 @@ def _vocabulary(tokenizer: Mapping[str, Any], file: Path) -> dict[str, int]:
         raise ValueError(f"{file} has a vocabulary that is none ({error}); download the folder again") from error
 
 
-def _template(folder: Path, told: Mapping[str, Any]) -> str | None:
+def _template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """The chat template that `AutoTokenizer` takes, or a processor's."""
     if (file := folder / "chat_template.jinja").is_file():
         try:
             return file.read_text(encoding="utf-8")
         except ValueError as error:
             raise ValueError(f"{file} is not text ({error}); download the folder again") from error
-    found: Any = told.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
+    found: Any = tokenizer_config.get("chat_template") or _read(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         templates = {each["name"]: each["template"] for each in cast("list[dict[str, str]]", found)}
         found = templates.get("default")

@@ -211,14 +211,14 @@ class ShardedSender(ShardSender):
 
 
 @dataclass(slots=True)
-class _Joint:
+class _JointVote:
     """Joint state of one receiver's sessions during a sync: they vote together, or not at all."""
 
     num_ends: int
     on_landed: Callable[[Sequence[Unpacker]], bool | None]
     """Called once, when all have landed; returns what every session attests (`ShardedReceiver.receive_into`)."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    gates: list[_Gate] = field(default_factory=list["_Gate"])
+    gates: list[_VoteBarrier] = field(default_factory=list["_VoteBarrier"])
     landed: list[Unpacker] = field(default_factory=list["Unpacker"])
     error: BaseException | None = None
     has_voted: bool = False
@@ -249,10 +249,10 @@ class _Joint:
                 gate.wake_if_decided()
 
 
-class _Gate:
+class _VoteBarrier:
     """Gate at which a session waits for the others, and for those that it is sent on to, before it votes."""
 
-    def __init__(self, joint: _Joint, unpacker: Unpacker, below: tuple[Sender, int] | None) -> None:
+    def __init__(self, joint: _JointVote, unpacker: Unpacker, below: tuple[Sender, int] | None) -> None:
         self.outcome = Waker()
         self.forwarding = None if below is None else Forwarding(below[0], unpacker, below[1], self._voted_below)
         self._joint, self._unpacker = joint, unpacker
@@ -304,8 +304,9 @@ class ShardedReceiver:
     """Receiver of one rank of a server, with a session to every rank of the trainer that has slices for it.
 
     Args:
-        addresses: Of the sessions, as the `prepare` of each sender tells for this rank. One that `relay_address` made
-            of it is sent on while it arrives, to the receivers of its own session, which vote before this one does.
+        addresses: Of the sessions, as the `prepare` of each sender returns them for this rank. One that
+            `relay_address` made of it is sent on while it arrives, to the receivers of its own session, which vote
+            before this one does.
         timeout_s: Longest wait for a peer, seconds.
         token: Of the sessions that are at a port; those inside a host take none.
     """
@@ -377,7 +378,7 @@ class ShardedReceiver:
                 self._checked = (id(targets), strict, slices)
             return None if on_landed is None else on_landed(self._came)
 
-        joint = _Joint(len(self._ends), check)
+        joint = _JointVote(len(self._ends), check)
         tasks = [asyncio.ensure_future(self._take(end, joint, targets, shards)) for end in self._ends]
         try:
             await _settle(tasks, is_kept=lambda: joint.has_voted)
@@ -404,7 +405,7 @@ class ShardedReceiver:
         await self.close()
 
     async def _take(
-        self, end: Receiver, joint: _Joint, targets: Mapping[str, Tensor], shards: Mapping[str, Shard]
+        self, end: Receiver, joint: _JointVote, targets: Mapping[str, Tensor], shards: Mapping[str, Shard]
     ) -> int:
         """Run one session of the sync, to the commit."""
         views = self._views.get(end)
@@ -417,7 +418,7 @@ class ShardedReceiver:
             if below is not None:
                 await below[0].prepare()
             unpacker = await end.begin(views)
-            with closing(_Gate(joint, unpacker, below)) as gate:
+            with closing(_VoteBarrier(joint, unpacker, below)) as gate:
                 forwarding = gate.forwarding
                 await end.take(unpacker, strict=False, pipe=gate)
         except BaseException as error:

@@ -268,12 +268,12 @@ def model_folder(path: str, *, key: str = "model.path", has_weights: bool = True
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelFolderError(
-            f"{key}={path} is not a folder here, and cannot be downloaded from the hub: {_told(error)}; give a folder, "
-            "or fix the connection (HF_ENDPOINT names a mirror, HF_HOME the cache)"
+            f"{key}={path} is not a folder here, and cannot be downloaded from the hub: {_one_line(error)}; give a "
+            "folder, or fix the connection (HF_ENDPOINT names a mirror, HF_HOME the cache)"
         ) from error
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """The first line of an error's text, of its cause where it has one."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}".rstrip(": ")

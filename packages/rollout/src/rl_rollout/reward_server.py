@@ -74,7 +74,7 @@ class RewardModel:
             settings: Any = AutoConfig.from_pretrained(
                 config.model_path, local_files_only=True, trust_remote_code=False
             )
-            model, told = load(
+            model, loading_info = load(
                 config.model_path,
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
@@ -83,7 +83,7 @@ class RewardModel:
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelFolderError(f"no reward model can be loaded from {config.model_path!r}: {error}") from error
-        missing = sorted(told["missing_keys"])
+        missing = sorted(loading_info["missing_keys"])
         if settings.num_labels != 1 or missing or not hasattr(model, "score"):
             why = f"it has no {missing[0]}" if missing else f"it has {settings.num_labels} labels"
             raise ModelFolderError(

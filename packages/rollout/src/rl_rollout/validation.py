@@ -223,17 +223,17 @@ def check_finite(output: TokenOutput) -> None:
     Raises:
         GenerationError: one is not.
     """
-    told: tuple[Any, ...] = output.logprobs + output.prompt_logprobs  # JSON has no NaN: servers send null
-    if any(logprob is None or not math.isfinite(logprob) for logprob in told):
+    logprobs: tuple[Any, ...] = output.logprobs + output.prompt_logprobs  # JSON has no NaN: servers send null
+    if any(logprob is None or not math.isfinite(logprob) for logprob in logprobs):
         versions = ", ".join(map(str, sorted(set(output.weight_versions))))
         raise GenerationError(
             f"request {output.request_id!r}: the model's logits are not finite; check the weights of version {versions}"
         )
 
 
-def as_logprob(told: float | None) -> float:
+def as_logprob(value: float | None) -> float:
     """Log-prob from a third-party server's answer; NaN where it has none."""
-    return math.nan if told is None or told <= NO_LOGPROB else told
+    return math.nan if value is None or value <= NO_LOGPROB else value
 
 
 def check_answer(request: GenerateRequest, output: TokenOutput, peer: str, *, vocab_size: int = 2**31) -> None:
@@ -265,9 +265,13 @@ def check_answer(request: GenerateRequest, output: TokenOutput, peer: str, *, vo
         ids = (*output.token_ids, *(token for top in output.top_logprobs for token, _ in top))
         if (bad := next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)) is not None:
             return f"the token id {bad!r:.40}, which is outside the vocabulary [0, {vocab_size})"
-        told = (*output.logprobs, *output.prompt_logprobs, *(value for top in output.top_logprobs for _, value in top))
+        logprobs = (
+            *output.logprobs,
+            *output.prompt_logprobs,
+            *(value for top in output.top_logprobs for _, value in top),
+        )
         highest = math.inf if steps != count else _SLACK  # those of densities may be positive
-        if (bad := next((x for x in told if type(x) not in (int, float) or x > highest), None)) is not None:
+        if (bad := next((x for x in logprobs if type(x) not in (int, float) or x > highest), None)) is not None:
             return f"the log-prob {bad!r:.40}, which is above 0 or no number"
         if any(math.isnan(x) for x in output.prompt_logprobs):
             return "a log-prob of the prompt that is not a number"

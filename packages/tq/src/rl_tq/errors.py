@@ -7,7 +7,7 @@ TransferQueueError
 ├── MissingDataError (LookupError)        rows or columns that were asked for are not there; lists them
 ├── StaleReferenceError (LookupError)     a BatchMeta refers to rows that were cleared since
 ├── LeaseLostError (RuntimeError)         an ack or nack of rows whose lease expired, was revoked or is another's
-├── QueueFullError (BufferError)          a partition has no room, and was told not to wait for it
+├── QueueFullError (BufferError)          a partition has no room, and the call does not wait for it
 ├── StaleVersionError (ValueError)        a group that the staleness policy has given up
 ├── PolicyError (ValueError)              a row that the chosen policy can never give, or cannot judge
 ├── WaitTimeoutError (TimeoutError)       nothing became ready before the deadline; says what is missing and who owes it

@@ -41,7 +41,7 @@ class _Writer:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        # Clocks that go on evenly, told as the time of day, which other hosts share.
+        # Monotonic clocks, shown as the time of day, which other hosts share.
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self.write({"process": f"{socket.gethostname()} {os.getpid()} {Path(sys.argv[0]).name}"})
 

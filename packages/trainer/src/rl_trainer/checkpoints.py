@@ -225,10 +225,10 @@ def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
             return folder, found
         found[folder] = lines
     if found:
-        told = "; ".join(lines[0] for lines in found.values())
+        reasons = "; ".join(lines[0] for lines in found.values())
         raise InputError(
-            f"every checkpoint in {output_dir} is damaged: {told}. Bring back one that is whole, or take them away to "
-            "start anew"
+            f"every checkpoint in {output_dir} is damaged: {reasons}. Bring back one that is whole, or take them "
+            "away to start anew"
         )
     return None, found
 

@@ -84,9 +84,9 @@ def _answered(program: str, body: _Main, argv: Sequence[str] | None) -> int:
         print(f"{program}: {error}\n  more in {page_of(error)}", file=sys.stderr)
         return 2
     except Exception as error:
-        if (told := sentence_of(error)) is None:
+        if (sentence := sentence_of(error)) is None:
             raise
-        print(f"{program}: {told}\n  more in {page_of(error)}", file=sys.stderr)
+        print(f"{program}: {sentence}\n  more in {page_of(error)}", file=sys.stderr)
         return 1
 
 
@@ -135,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # As an option with an optional value, `--resume` would take the recipe behind it for its value.
     arguments = parser.parse_intermixed_args([_ANYWAY if each == "--resume=anyway" else each for each in argv])
-    if (told := _told(arguments)) is not None:
-        print(told)
+    if (listing := _listing(arguments)) is not None:
+        print(listing)
         return 0
     if arguments.verify is None and arguments.recipe is None:
         parser.error("give a recipe (--list names them), or --verify OUTPUT_DIR")
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 130 if run(config, console, resume=arguments.resume)["interrupted"] else 0
 
 
-def _told(arguments: argparse.Namespace) -> str | None:
+def _listing(arguments: argparse.Namespace) -> str | None:
     """Output of `--explain`, `--list` and `--completion`; None without them."""
     if arguments.explain is not None:
         from rl_trainer.config.explain import explain
@@ -316,7 +316,7 @@ def _policy(arguments: argparse.Namespace, recipe: str) -> tuple[Config, Dataset
 def keep_freed_memory() -> None:
     """Make malloc keep freed memory, here and in child processes: a page fault costs more than its use.
 
-    The variables are read when a process starts; this one is told by mallopt(3), where the C library is glibc.
+    The variables are read when a process starts; this one is set by mallopt(3), where the C library is glibc.
     """
     for name, parameter, size in (("MMAP", _M_MMAP_THRESHOLD, 32 * 2**20), ("TRIM", _M_TRIM_THRESHOLD, 2**31 - 1)):
         wanted = os.environ.setdefault(f"MALLOC_{name}_THRESHOLD_", str(size))

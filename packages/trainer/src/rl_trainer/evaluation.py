@@ -18,7 +18,7 @@ from rl_trainer.errors import RolloutFailedError
 from rl_trainer.pipeline.roles import server_config
 from rl_trainer.pipeline.rollout_source import hash_seed
 from rl_trainer.rewards import Scorer, answer_of
-from rl_trainer.samples import Order, Shown
+from rl_trainer.samples import Order, ShownSample
 from rl_trainer.workers.agent import create_runner, thinking_of
 from rl_trainer.workers.grading import Grading, scored
 
@@ -182,11 +182,11 @@ def right_of(scores: Sequence[Score]) -> tuple[bool, ...] | None:
 
 def fresh(
     config: Config, data: Datasets, *, url: str | None, order: Order, count: int, num_samples: int
-) -> list[Shown]:
+) -> list[ShownSample]:
     """Fresh completions of the first `count` held-out rows, by the policy in `model.path`."""
     problems = asyncio.run(sample(config, data, num_samples=num_samples, url=url, num_rows=count))
     found = [
-        Shown(title=f"row {number}, sample {index}", prompt=problem.prompt, completion=text, reward=reward)
+        ShownSample(title=f"row {number}, sample {index}", prompt=problem.prompt, completion=text, reward=reward)
         for number, problem in enumerate(problems, 1)
         for index, (text, reward) in enumerate(zip(problem.completions, problem.rewards, strict=True), 1)
     ]

@@ -473,12 +473,12 @@ def _model(config: Config, datasets: Datasets, output_dir: Path, console: Consol
     from rl_trainer.data.warmup import make_small_model
 
     assert config.model.warmup is not None, "preflight has checked it"
-    with status(console, "making the small model") as tell:
+    with status(console, "making the small model") as show:
         return make_small_model(
             output_dir,
             config.model.warmup,
             datasets.train,
             seed=config.seed,
             timeout_s=config.timeout_s,
-            on_line=lambda line: tell(f"making the small model: {line}"),
+            on_line=lambda line: show(f"making the small model: {line}"),
         )

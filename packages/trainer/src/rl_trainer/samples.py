@@ -110,7 +110,7 @@ Order = Literal["first", "best", "worst"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ShownSample:
     """Sample as `rl-sample` shows it."""
 
     title: str
@@ -121,7 +121,7 @@ class Shown:
     reward: float
 
 
-def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list[Shown]:
+def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list[ShownSample]:
     """Saved samples of one step of a run, the last step if None.
 
     Raises:
@@ -133,7 +133,7 @@ def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list
     if order != "first":
         rows.sort(key=lambda row: row["reward"], reverse=order == "best")
     return [
-        Shown(
+        ShownSample(
             title="step {step}, group {group_id}, weights {weight_version_min}, {finish_reason}".format_map(row),
             prompt=row["prompt"],
             completion=row["completion"],
@@ -143,7 +143,7 @@ def kept(run: str | Path, *, step: int | None, order: Order, count: int) -> list
     ]
 
 
-def show(console: Console, samples: list[Shown]) -> None:
+def show(console: Console, samples: list[ShownSample]) -> None:
     """Print samples, each in a frame."""
     for shown in samples:
         text = Group(Text(shown.prompt.rstrip(), style="dim"), Text(shown.completion.rstrip()))

@@ -23,7 +23,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError("something was started")
 
     monkeypatch.setattr("rl_trainer.run._run", refuse)
-    monkeypatch.setattr("rl_trainer.planning.preflight.asked_beside", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("rl_trainer.planning.preflight.asked_in_background", lambda *_, **__: nullcontext())
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_a_killed_run_is_shown_up_to_its_last_whole_line(tmp_path):
     assert data["curves"]["accuracy"] == [[0, 0.1]]
     assert "wall_s" in data["curves"]
     assert data["curves"]["wall_s"][0][0] == 1, "an evaluation is no training step"
-    assert any("was killed, or still goes on. Its last step is 6" in told for told in data["told"])
+    assert any("was killed, or still goes on. Its last step is 6" in told for told in data["notes"])
     assert data["failures"] == [[2, {"timeout": 2}, "no answer within 60 s"]]
     assert [(step, weights["version"]) for step, weights in data["weights"]] == [(n, n + 1) for n in range(1, 7)]
     assert data["staleness"][1] == [1, {"0": 0.75, "2": 0.25}]
@@ -113,7 +113,7 @@ def test_a_budget_leaves_steps_out_evenly_and_says_so(tmp_path):
     assert 1 <= len(steps) <= 4
     assert steps[0] == 1
     assert len(small) < len(whole) / 2
-    assert any("--budget-mb" in told for told in data_of(small)["told"])
+    assert any("--budget-mb" in told for told in data_of(small)["notes"])
 
 
 def test_two_runs_are_told_apart_by_their_keys(tmp_path):
@@ -131,7 +131,7 @@ def test_a_folder_without_a_run_and_a_run_without_samples(tmp_path, capsys):
     run = make_run(tmp_path / "run", samples=())
     assert view.main([str(run)]) == 0
     assert str(run / "view.html") in capsys.readouterr().out
-    assert any("tracking.keep_samples=true" in told for told in data_of((run / "view.html").read_text())["told"])
+    assert any("tracking.keep_samples=true" in told for told in data_of((run / "view.html").read_text())["notes"])
 
 
 @pytest.mark.promise("`rl-view --serve` has new steps, and reads samples when they are looked at")

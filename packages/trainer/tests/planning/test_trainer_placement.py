@@ -16,7 +16,7 @@ from rl_trainer.planning import gpus
 from rl_trainer.planning.gpus import check_gpus, resource_pools
 from rl_trainer.planning.plan import make_plan
 from rl_trainer.runtime.base import ResourcePool
-from rl_trainer.runtime.heartbeat import PlacedHost, Whereabouts
+from rl_trainer.runtime.heartbeat import PlacedHost, WorkerLocation
 from rl_trainer.runtime.ray import in_rank_order, members_of
 
 POOL = ResourcePool(name="engine", num_workers=16, num_gpus=1.0)
@@ -26,7 +26,7 @@ def placed(places):
     """Host processes as Ray may have placed them: in any order."""
     hosts = [PlacedHost(pool=POOL, rank=i, group=None, bundle=i, actor=None, watch=i) for i in range(len(places))]
     found = [
-        Whereabouts(node_id=node, node_address=f"10.0.0.{node[-1]}", devices=(str(gpu),), pid=i, logs=(), dumps="")
+        WorkerLocation(node_id=node, node_address=f"10.0.0.{node[-1]}", devices=(str(gpu),), pid=i, logs=(), dumps="")
         for i, (node, gpu) in enumerate(places)
     ]
     return in_rank_order(hosts, found)

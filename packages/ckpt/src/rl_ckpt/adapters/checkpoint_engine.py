@@ -9,9 +9,9 @@ One `WorkerSender` serves the worker of one GPU:
     sender.send(weights)
     update.result()
 
-That protocol has neither digests nor votes: a worker that fails in the middle holds mixed weights, nothing tells what a
-worker holds, and what this end sends is pickled, as the protocol wants it. What it receives is never unpickled. Use
-rl-ckpt's own plug-in where you can. Needs `pip install 'rl-ckpt[checkpoint-engine]'`.
+That protocol has neither digests nor votes: a worker that fails in the middle holds mixed weights, nothing reports
+which weights a worker has, and what this end sends is pickled, as the protocol wants it. What it receives is never
+unpickled. Use rl-ckpt's own plug-in where you can. Needs `pip install 'rl-ckpt[checkpoint-engine]'`.
 """
 
 from __future__ import annotations

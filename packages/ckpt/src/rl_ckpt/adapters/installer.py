@@ -199,22 +199,23 @@ class Installer:
         if version not in {None, receiver.version}:
             raise VersionError(f"version {receiver.version} came, and {version} was asked for")
 
-    def begin(self, told: Path | None = None) -> None:
+    def begin(self, done_file: Path | None = None) -> None:
         """Let the next sync land from now on, in another thread, while the engine goes on; `take` installs it.
 
         Whole tensors land in `take`.
 
         Args:
-            told: File that is made when all has landed and was verified, or the sync has failed: `take` will not wait.
+            done_file: File that is made when all has landed and was verified, or the sync has failed: `take` will not
+                wait.
         """
         if isinstance(self._receiver, ShardedReceiver):
             if self._landing is None:
                 targets = {name: self._staging.room(name, like) for name, like in self._rooms.items()}
                 parts = {name: part.of(targets[name]) for name, part in self._parts.items()}
                 self._landing = _IncomingSlices(self._receiver, parts, self._parts)
-            self._landing.tell(told)
-        elif told is not None:
-            told.touch()
+            self._landing.tell(done_file)
+        elif done_file is not None:
+            done_file.touch()
 
     def _take_slices(self, receiver: ShardedReceiver, version: int | None) -> None:
         """This thread, which has the engine's device and settings, installs what another one lands."""
@@ -350,12 +351,12 @@ class _IncomingSlices:
             lambda: asyncio.run(receiver.receive_into(targets, parts, on_landed=on_landed))
         )
 
-    def tell(self, told: Path | None) -> None:
+    def tell(self, done_file: Path | None) -> None:
         """Make a file when all has landed, or nothing more will."""
 
         def touch(_: object) -> None:
-            if told is not None and told.parent.exists():
-                told.touch()
+            if done_file is not None and done_file.parent.exists():
+                done_file.touch()
 
         either: list[Future[Any]] = [self._landed, self._receiving]
         for future in either:

@@ -118,8 +118,8 @@ def write_layout_request(folder: Path, weights: Mapping[str, tuple[str, tuple[in
 def answer_request(url: str, rank: int) -> tuple[dict[str, Tensor], Path]:
     """Tensors for a rank to load dry, in memory that nothing was written to, and the file of `write_answer`."""
     folder = Path(url.removeprefix(SCHEME))
-    told: dict[str, tuple[str, list[int]]] = json.loads(folder.joinpath(_REQUEST).read_text())
-    given = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in told.items()}
+    request: dict[str, tuple[str, list[int]]] = json.loads(folder.joinpath(_REQUEST).read_text())
+    given = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in request.items()}
     return given, folder / f"rank-{rank}.json"
 
 

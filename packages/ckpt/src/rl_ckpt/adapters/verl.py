@@ -76,9 +76,10 @@ class RlCkptCheckpointEngine(CheckpointEngine):
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Every rank gets the session and its number of receivers."""
-        told = {"url": metadata[0]["url"], "token": metadata[0]["token"], "num_receivers": rollout_world_size}
+        fields = {"url": metadata[0]["url"], "token": metadata[0]["token"], "num_receivers": rollout_world_size}
         actor, rollout = (
-            {name: [value] * size for name, value in told.items()} for size in (actor_wg_world_size, rollout_world_size)
+            {name: [value] * size for name, value in fields.items()}
+            for size in (actor_wg_world_size, rollout_world_size)
         )
         return (
             actor | {"is_receiver": [False] * actor_wg_world_size},

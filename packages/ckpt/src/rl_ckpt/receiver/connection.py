@@ -178,8 +178,8 @@ class Connection:
         """Abort the sync, without waiting. False if the connection cannot be used any more."""
         if self.reader is not None:
             self.reader.close()
-        is_told = not self.channel.is_closed and self.channel.try_send(Abort(reason, text), self.sync)
-        return is_told and reason is not AbortReason.PROTOCOL
+        is_sent = not self.channel.is_closed and self.channel.try_send(Abort(reason, text), self.sync)
+        return is_sent and reason is not AbortReason.PROTOCOL
 
     def close(self) -> None:
         """Close the connection."""
@@ -305,8 +305,8 @@ class Connection:
             self.inbox.clear()
             raise SyncAbortedError(f"{self.peer} called the sync off: {abort.text}")
         if sources is not None:  # after the messages behind it: if this fails, the session goes on
-            told = sources.segments
-            segments = self._mapped(lambda: self.transport.map_segments(told, self.channel))
+            described = sources.segments
+            segments = self._mapped(lambda: self.transport.map_segments(described, self.channel))
             self.mapped_source = MappedSource(sources, segments, self.specs, self.peer)
 
 

@@ -210,8 +210,8 @@ class Reception:
         """Add the attestation to a vote: the digest of what the engine holds."""
         if self.pipe is not None and (is_equal := self.pipe.attests) is not None:
             count = len(self.unpacker.digests)
-            told = {"is_attested": 1, "held_digest": vote.digest, "num_bound": count, "num_expected": count}
-            return replace(vote, **told) if is_equal else vote
+            fields = {"is_attested": 1, "held_digest": vote.digest, "num_bound": count, "num_expected": count}
+            return replace(vote, **fields) if is_equal else vote
         read = self._held.read_engine
         held = None if read is None else read()
         if held is None:

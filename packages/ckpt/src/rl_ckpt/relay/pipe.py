@@ -63,15 +63,15 @@ class RelayPipe:
         count = len(unpacker.digests) - self._num_whole
         whole = list(islice(reversed(unpacker.digests), count))
         self._num_whole += count
-        told: list[tuple[TensorSpec, int]] = []
+        verified: list[tuple[TensorSpec, int]] = []
         for spec in reversed(whole):
             if spec.alias_of is None:
-                told.append((spec, spec.num_bytes))
+                verified.append((spec, spec.num_bytes))
             else:  # before the original is published as complete
                 self._aliases.setdefault(unpacker.specs[spec.alias_of].name, []).append(spec.name)
         if (progress := unpacker.progress()) is not None:
-            told.append(progress)
-        for spec, num_bytes in told:
+            verified.append(progress)
+        for spec, num_bytes in verified:
             if spec not in self._progress:
                 self._order.append(spec)
             self._progress[spec] = num_bytes

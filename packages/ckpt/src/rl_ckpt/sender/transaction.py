@@ -301,10 +301,10 @@ class Transaction:
         is_different = False
         while True:
             with self._clock("pack_s"):
-                told = next(parts, None)
-            if told is None:
+                batch = next(parts, None)
+            if batch is None:
                 break
-            for part in told:
+            for part in batch:
                 is_whole = part.codec is Codec.RAW
                 self._packer.add(
                     index,

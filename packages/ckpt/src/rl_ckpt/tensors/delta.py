@@ -144,7 +144,7 @@ class BaseCopy:
         fresh, base, leaves = raw.to("cpu"), self._contents[spec.name][1], self._leaves[spec.name]
         first = 0
         while first < len(leaves):
-            told = delta.advance(
+            changed = delta.advance(
                 fresh.view(word),
                 base.view(word),
                 leaves,
@@ -154,9 +154,9 @@ class BaseCopy:
                 enough=ENOUGH_BYTES,
                 max_fraction=MAX_FRACTION,
             )
-            leaves[first : first + len(told)] = [leaf.digest for leaf in told]
-            yield [self._part((first + i) * LEAF_BYTES, base, leaf) for i, leaf in enumerate(told)]
-            first += len(told)
+            leaves[first : first + len(changed)] = [leaf.digest for leaf in changed]
+            yield [self._part((first + i) * LEAF_BYTES, base, leaf) for i, leaf in enumerate(changed)]
+            first += len(changed)
 
     def _part(self, start: int, base: Tensor, leaf: delta.Leaf) -> LeafUpdate:
         """Update of the leaf at `start` of `base`, which has the new elements already."""

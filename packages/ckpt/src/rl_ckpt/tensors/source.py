@@ -54,12 +54,12 @@ class Clock:
     verify_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def __call__(self, name: str) -> Lap:
+    def __call__(self, name: str) -> PhaseTimer:
         """Add the time spent inside to the field `name`."""
-        return Lap(self, name)
+        return PhaseTimer(self, name)
 
 
-class Lap:
+class PhaseTimer:
     """See `Clock`. A separate class, because a sync has thousands of them."""
 
     __slots__ = ("_before", "_clock", "_name", "_since")

@@ -176,7 +176,7 @@ def staged_targets(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait for something that another thread does, at most `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # no event tells it: the state of an end is a plain property
+        while not condition():  # noqa: ASYNC110  # there is no event: the state of an end is a plain property
             await asyncio.sleep(0.01)
 
 

@@ -156,10 +156,10 @@ class VoteSuite(Suite):
         assert "0 of 1" in str(error), error
         receiver = await pair.receive_end()
         await receiver.connect()
-        await _is_told(sender, "did not call receive_weights")
+        await _raises(sender, "did not call receive_weights")
         stalling = asyncio.ensure_future(_stall(receiver))
         while not stalling.done():
-            await _is_told(sender, "did not take")
+            await _raises(sender, "did not take")
         await failure(CkptError, exhaust(await stalling))
         assert receiver.state is ReceiverState.POISONED
         await sender.close()
@@ -269,7 +269,7 @@ class VoteSuite(Suite):
         await failure(SyncAbortedError, sending)
 
 
-async def _is_told(sender: WeightSender, text: str) -> None:
+async def _raises(sender: WeightSender, text: str) -> None:
     """Wait for a sync to fail at a deadline for this reason; where the machine is busy, another deadline may pass."""
     async with asyncio.timeout(Suite.long_s):
         while True:

@@ -177,8 +177,8 @@ def build_scorer(config: EngineConfig, world: World) -> tuple[HuggingFaceScorer,
     if isinstance(scorer, PolicyScorer):
         if has_whole:
             scorer.head = find_linear_head(scorer.model)
-        told = world.exchange(None if scorer.head is None else asdict(scorer.head))[0]
-        scorer.head = None if told is None else LinearHead(**told)
+        head = world.exchange(None if scorer.head is None else asdict(scorer.head))[0]
+        scorer.head = None if head is None else LinearHead(**head)
     if config.fp8 != Fp8.OFF:  # after the head was looked for on a CPU, which has no such products by rows
         _to_float8(scorer.model, config.fp8)
     source: dict[str, Tensor] = dict(scorer.named_parameters()) if has_whole and world.size > 1 else {}

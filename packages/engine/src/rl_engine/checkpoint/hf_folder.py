@@ -138,7 +138,7 @@ def check_tensors(path: str | Path, *, head: Head, mtp: Mtp) -> None:
     load = partial(_factory(config, head).from_pretrained, folder, config=config, **_LOADING_OPTIONS)
     try:
         _, info = _build(folder, partial(load, device_map="meta"))
-    except ModelFolderError:  # a model that transformers cannot load without memory: loading it tells
+    except ModelFolderError:  # a model that transformers cannot load without memory: loading it raises
         return
     _check_names(folder, head, info)
 
@@ -351,7 +351,7 @@ def read_config(folder: Path, *, has_dropout: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_told(error)}") from error
+        raise ModelFolderError(f"transformers cannot read {folder / 'config.json'}: {_one_line(error)}") from error
     if config.model_type in OMNI:  # the rest of it speaks
         config = config.thinker_config
         setattr(config, PREFIX, THINKER)
@@ -453,8 +453,8 @@ def _build(folder: Path, build: Any) -> Any:
     try:
         return build()
     except Exception as error:  # of the model's own code
-        told = f"KeyError: {error}, a value of config.json" if isinstance(error, KeyError) else _told(error)
-        raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {told}") from error
+        reason = f"KeyError: {error}, a value of config.json" if isinstance(error, KeyError) else _one_line(error)
+        raise ModelFolderError(f"transformers cannot build a causal LM from {folder}: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)
         if had_bar:
@@ -609,6 +609,6 @@ def _save_weights(folder: Path, weights: dict[str, Tensor]) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Message of an error, in one line."""
     return f"{' '.join(str(error).split()) or type(error).__name__:.300}"

@@ -108,11 +108,11 @@ def _save(target: Path, tensors: Mapping[str, Tensor], manifest: Manifest, world
     except OSError as error:
         problem = f"Checkpoint {target} cannot be written: {error}"
     parts = [(key, list(box[0]), list(box[1]), digest_part(part, box, shape)) for key, box, shape, part in mine]
-    told = world.exchange((problem, name, written, parts))
-    if (problem := next((answer[0] for answer in told if answer[0]), None)) is not None:
+    answers = world.exchange((problem, name, written, parts))
+    if (problem := next((answer[0] for answer in answers if answer[0]), None)) is not None:
         raise CheckpointError(problem)
-    contents = _contents(manifest, _described(tensors, world), told)
-    files = {file: entry for _, file, entry, _ in told if entry is not None}
+    contents = _contents(manifest, _described(tensors, world), answers)
+    files = {file: entry for _, file, entry, _ in answers if entry is not None}
 
     def finish() -> None:
         write_manifest(draft / MANIFEST, contents, files)
@@ -161,12 +161,14 @@ def _described(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[s
     return {name: entry for shapes in world.exchange(mine) for name, entry in shapes.items()}
 
 
-def _contents(manifest: Manifest, shapes: Mapping[str, tuple[str, list[int]]], told: Sequence[Any]) -> dict[str, Any]:
+def _contents(
+    manifest: Manifest, shapes: Mapping[str, tuple[str, list[int]]], answers: Sequence[Any]
+) -> dict[str, Any]:
     """Contents of the manifest."""
     stored: dict[str, dict[str, Any]] = {
         name: {"dtype": dtype, "shape": shape, "digest": 0, "parts": []} for name, (dtype, shape) in shapes.items()
     }
-    for _, file, _, parts in told:
+    for _, file, _, parts in answers:
         for name, offsets, sizes, digest in parts:
             stored[name]["parts"].append([file, offsets, sizes])
             stored[name]["digest"] += digest
@@ -261,10 +263,10 @@ def load(path: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
             parts.append((name, box, digest_part(read[name], box, tuple(tensor.shape))))
     except (CheckpointError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = str(error) if isinstance(error, CheckpointError) else f"Checkpoint {target} cannot be read: {error!r}"
-    told = world.exchange((problem, parts))
-    problems = [text for text, _ in told if text]
+    answers = world.exchange((problem, parts))
+    problems = [text for text, _ in answers if text]
     if not problems:
-        problems = _differing(target, _read_fields(target)["stored"], [part for _, mine in told for part in mine])
+        problems = _differing(target, _read_fields(target)["stored"], [part for _, mine in answers for part in mine])
     if problems:
         raise CheckpointError(problems[0])
     with torch.no_grad():

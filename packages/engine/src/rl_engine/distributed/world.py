@@ -176,9 +176,9 @@ def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
         try:
             store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         except dist.DistError as error:
-            told = str(error).partition("\n")[0]
+            message = str(error).partition("\n")[0]
             raise EngineError(
-                f"The ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {told}. "
+                f"The ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {message}. "
                 "See that the port is free on rank 0's machine, and can be reached from the others."
             ) from error
         _MEETINGS[key] = store, rank, size, itertools.count()

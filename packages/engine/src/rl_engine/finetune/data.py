@@ -495,8 +495,8 @@ def _loaded_tokenizer(model_path: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself
-        told = " ".join(str(error).split())
-        raise _FolderError(f"transformers cannot load the tokenizer of {model_path}: {told:.300}") from error
+        message = " ".join(str(error).split())
+        raise _FolderError(f"transformers cannot load the tokenizer of {model_path}: {message:.300}") from error
 
 
 def _tokenizer(model_path: str | Path) -> Any:

@@ -445,8 +445,8 @@ def _run(
         if is_last:
             break
     bar.close()
-    if (told := config.not_reached(means)) is not None and worker.step >= config.steps:
-        say(told)
+    if (warning := config.not_reached(means)) is not None and worker.step >= config.steps:
+        say(warning)
     worker.save_weights(config.output_dir)
     outcome = RunReport(
         steps=worker.step,
@@ -464,24 +464,24 @@ def _run(
 def _facts(config: RunConfig, lengths: Sequence[int], num_items: int) -> list[str]:
     """Lines before the first step: the data, their packing, and keys that are cut or out of reach."""
     what = "rows" if len(lengths) == num_items else "pairs"
-    told = [
+    notes = [
         f"{num_items} {what}, {sum(lengths)} tokens, longest row {max(lengths)}; {config.batch_size} {what} a step, "
         f"packed without padding into micro-batches of at most {config.max_tokens_per_gpu} tokens"
     ]
     adapter = f"lora.dropout={config.lora_dropout:g}" if config.lora_dropout and not config.may_drop_out else ""
     rates = "" if config.engine.dropout else model_dropout(config.model_path)
     if rates or adapter:
-        told.append(f"dropout is off: {', '.join(filter(None, [rates, adapter]))}")
+        notes.append(f"dropout is off: {', '.join(filter(None, [rates, adapter]))}")
     ends, *warnings = folder_tokens(config.model_path).lines
-    told += [f"a turn ends at {ends}", *warnings]
+    notes += [f"a turn ends at {ends}", *warnings]
     warmup = min(config.warmup_steps, config.steps // 2)
     if warmup < config.warmup_steps:
-        told.append(f"warmup_steps={config.warmup_steps} is cut to {warmup}, half of {config.steps} steps")
+        notes.append(f"warmup_steps={config.warmup_steps} is cut to {warmup}, half of {config.steps} steps")
     if config.eval_every > config.steps:
-        told.append(
+        notes.append(
             f"eval_every={config.eval_every} is beyond {config.steps} steps: held-out rows are scored at the end"
         )
-    return told
+    return notes
 
 
 def _described(config: RunConfig) -> dict[str, Any]:

@@ -350,12 +350,12 @@ class SequenceGroup:
 
     def to_heads(self, part: Tensor) -> Tensor:
         """`[t, H, D]` of this rank's tokens to `[T, H / n, D]` of its heads."""
-        traded = _Trade.apply(part.unflatten(1, (self.size, -1)).transpose(0, 1), self.group)
+        traded = _AllToAll.apply(part.unflatten(1, (self.size, -1)).transpose(0, 1), self.group)
         return traded.flatten(0, 1)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def to_tokens(self, part: Tensor) -> Tensor:
         """The reverse of `to_heads`."""
-        traded = _Trade.apply(part.unflatten(0, (self.size, -1)), self.group)
+        traded = _AllToAll.apply(part.unflatten(0, (self.size, -1)), self.group)
         return traded.transpose(0, 1).flatten(1, 2)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def own_heads(self, values: Tensor) -> Tensor:
@@ -421,7 +421,7 @@ def check_heads(sp: int, heads: int, key_heads: int) -> None:
             )
 
 
-class _Trade(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """`[n, ...]`: slice r goes to rank r, and what comes back in slice r is from it. Its own transpose."""
 
     @staticmethod

@@ -70,8 +70,8 @@ def add_adapter(
         try:
             peft.inject_adapter_in_model(known if head == Head.LM else _within(known), model, adapter_name=ADAPTER)
         except ValueError as error:
-            told = " ".join(str(error).split())  # peft shows the module on many lines
-            raise ConfigError(f"lora.target_modules is {list(config.target_modules)}: {told}") from error
+            message = " ".join(str(error).split())  # peft shows the module on many lines
+            raise ConfigError(f"lora.target_modules is {list(config.target_modules)}: {message}") from error
     _check_layers(model)
     if head != Head.LM:
         model.get_submodule(_SCORE).requires_grad_(True)

@@ -343,8 +343,8 @@ def check_attention(scorer: HuggingFaceScorer) -> None:
         modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
         found = [module for module in modules if isinstance(module, nn.Module) and _attends(module)]
         if found and isinstance(error, RuntimeError) and "meta" not in str(error):
-            told = " ".join(str(error).split())
-            raise ModelFolderError(f"{type(found[0]).__name__} cannot attend within packed rows: {told}") from error
+            message = " ".join(str(error).split())
+            raise ModelFolderError(f"{type(found[0]).__name__} cannot attend within packed rows: {message}") from error
 
 
 def _attends(module: nn.Module) -> bool:

@@ -87,7 +87,7 @@ def shares_prefixes(config: EngineConfig, obstacle: str | None) -> bool:
     """Whether rows are to share their first tokens, where `obstacle` says what keeps them from it.
 
     Raises:
-        ConfigError: they are told to and cannot.
+        ConfigError: `prefix_sharing` is true and they cannot.
     """
     if config.prefix_sharing and obstacle is not None:
         raise ConfigError(f"prefix_sharing is true and {obstacle}. Leave it out.")

@@ -145,10 +145,10 @@ class OpenAIServer(RolloutServer):
         if self.config.model_path not in models:
             some = ", ".join(sorted(models)[:10])
             raise ServerStartError(f"{self.url} has no model {self.config.model_path!r}; it has: {some}")
-        told = getattr(models[self.config.model_path], "max_model_len", None)
-        if told is not None and (type(told) is not int or told < 1):
-            raise ServerStartError(f"{self.url} says max_model_len={told!r:.40}; a number of tokens is needed")
-        self._max_model_len = min(self.config.max_model_len, told or self.config.max_model_len)
+        max_model_len = getattr(models[self.config.model_path], "max_model_len", None)
+        if max_model_len is not None and (type(max_model_len) is not int or max_model_len < 1):
+            raise ServerStartError(f"{self.url} says max_model_len={max_model_len!r:.40}; a number of tokens is needed")
+        self._max_model_len = min(self.config.max_model_len, max_model_len or self.config.max_model_len)
         self._takes_ids = await self._gives("token_ids", return_token_ids=True)
         self._scores = self._takes_ids and await self._gives("prompt_logprobs", prompt_logprobs=0)
 
@@ -382,7 +382,7 @@ class Gathered:
         ids = list(getattr(choice, "token_ids", None) or ())
         if len(self.token_ids) + len(ids) > self.request.sampling_params.max_new_tokens:
             raise ValueError(f"more than {self.request.sampling_params.max_new_tokens} tokens, as were asked for")
-        logprobs = [as_logprob(told) for told in choice.logprobs.token_logprobs or ()] if choice.logprobs else []
+        logprobs = [as_logprob(value) for value in choice.logprobs.token_logprobs or ()] if choice.logprobs else []
         self._is_finite &= all(map(math.isfinite, logprobs))
         if len(logprobs) != len(ids):
             raise ValueError(f"{len(logprobs)} log-probs of {len(ids)} tokens")
@@ -398,7 +398,7 @@ class Gathered:
         """Output of the request.
 
         Raises:
-            GenerationError: the server ended it for a reason of its own, or for none; or it told log-probs that are
+            GenerationError: the server ended it for a reason of its own, or for none; or it reported log-probs that are
                 no numbers.
         """
         if not self._is_finite:

@@ -51,7 +51,7 @@ from rl_rollout.validation import check_plain, versions_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.calls import Flight
+    from rl_rollout.backends.external.calls import InFlightRequest
     from rl_rollout.backends.external.options import Adapter
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
@@ -179,17 +179,17 @@ class SglangServer(ExternalServer):
 
     async def after_start(self) -> None:
         """Name the version of the weights on disk 0."""
-        told = await self.upstream.call("GET", "/server_info", timeout_s=self.config.timeout_s)
-        if int(told["tp_size"]) != (num_ranks := self.config.parallel.num_ranks):
+        info = await self.upstream.call("GET", "/server_info", timeout_s=self.config.timeout_s)
+        if int(info["tp_size"]) != (num_ranks := self.config.parallel.num_ranks):
             raise ServerStartError(
-                f"sglang was started with {told['tp_size']} ranks, and the layout of the replica has {num_ranks}: "
+                f"sglang was started with {info['tp_size']} ranks, and the layout of the replica has {num_ranks}: "
                 "leave the sizes out of args and of its configuration file"
             )
-        self._cache_room = int(told["max_total_num_tokens"]) - 2  # which it keeps to itself here too
+        self._cache_room = int(info["max_total_num_tokens"]) - 2  # which it keeps to itself here too
         await self.upstream.command("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
+        self, request: GenerateRequest, images: PreparedImages | None, flight: InFlightRequest
     ) -> TokenOutput:
         """See `ExternalServer`."""
         params = request.sampling_params
@@ -365,13 +365,13 @@ def check_prompt_length(request: GenerateRequest, answer: Mapping[str, Any]) -> 
     """Check that SGLang expanded as many placeholders as the model's image processor says.
 
     Raises:
-        GenerationError: tells both numbers.
+        GenerationError: the two numbers differ; names both.
     """
-    told, ours = answer["meta_info"]["prompt_tokens"], len(request.prompt_token_ids)
-    if told != ours:
+    num_prompt_tokens, ours = answer["meta_info"]["prompt_tokens"], len(request.prompt_token_ids)
+    if num_prompt_tokens != ours:
         raise GenerationError(
-            f"request {request.request_id!r}: SGLang made {told} tokens of a prompt that has {ours} with its images "
-            "written out; see that its transformers and its image processor are those of the model"
+            f"request {request.request_id!r}: SGLang made {num_prompt_tokens} tokens of a prompt that has {ours} with "
+            "its images written out; see that its transformers and its image processor are those of the model"
         )
 
 
@@ -391,27 +391,27 @@ def is_cut(request: GenerateRequest) -> bool:
 
 def read_answer(request: GenerateRequest, answer: Mapping[str, Any]) -> TokenOutput:
     """Output of one request, from SGLang's response."""
-    told = answer["meta_info"]
-    reason = told["finish_reason"]["type"]
-    if reason == "abort" and told["finish_reason"].get("status_code"):
-        raise GenerationError(f"sglang ended {request.request_id!r}: {told['finish_reason'].get('message')}")
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason == "abort" and meta["finish_reason"].get("status_code"):
+        raise GenerationError(f"sglang ended {request.request_id!r}: {meta['finish_reason'].get('message')}")
     ids = tuple(answer["output_ids"] or ())
     if not ids:
         return TokenOutput.empty(request)
-    pairs = told["output_token_logprobs"][: len(ids)]
-    logprobs = told["output_token_sampling_logprobs"] if is_cut(request) else [pair[0] for pair in pairs]
+    pairs = meta["output_token_logprobs"][: len(ids)]
+    logprobs = meta["output_token_sampling_logprobs"] if is_cut(request) else [pair[0] for pair in pairs]
     extras: dict[str, Any] = {}
     if request.num_top_logprobs:
         extras["top_logprobs"] = tuple(
-            tuple((token, logprob) for logprob, token, *_ in tops) for tops in told["output_top_logprobs"][: len(ids)]
+            tuple((token, logprob) for logprob, token, *_ in tops) for tops in meta["output_top_logprobs"][: len(ids)]
         )
     if request.returns_prompt_logprobs:
-        extras["prompt_logprobs"] = tuple(pair[0] for pair in told["input_token_logprobs"][1:])
+        extras["prompt_logprobs"] = tuple(pair[0] for pair in meta["input_token_logprobs"][1:])
     return TokenOutput(
         request_id=request.request_id,
         token_ids=ids,
         logprobs=tuple(logprobs[: len(ids)]),
-        weight_versions=tuple(versions_of(told["weight_versions"], len(ids), "sglang")),
+        weight_versions=tuple(versions_of(meta["weight_versions"], len(ids), "sglang")),
         finish_reason=FinishReason(reason),
         **extras,
     )

@@ -48,7 +48,7 @@ from rl_rollout.types import Capabilities, FinishReason, ServerParallel, TokenCh
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_rollout.backends.external.calls import Flight
+    from rl_rollout.backends.external.calls import InFlightRequest
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, ServerConfig
@@ -161,7 +161,7 @@ class TensorrtLlmServer(ExternalServer):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
+        self, request: GenerateRequest, images: PreparedImages | None, flight: InFlightRequest
     ) -> TokenOutput:
         """See `ExternalServer`. Images are not supported."""
         del images
@@ -176,7 +176,7 @@ class TensorrtLlmServer(ExternalServer):
             del self._reading[flight.upstream_id]
         return put_together(request, flight.chunks, is_aborted=reading.cancelled())
 
-    async def _read(self, request: GenerateRequest, flight: Flight) -> None:
+    async def _read(self, request: GenerateRequest, flight: InFlightRequest) -> None:
         params = request.sampling_params
         body = {
             "model": self.model_name,
@@ -250,8 +250,8 @@ class TensorrtLlmServer(ExternalServer):
         """
         failed = new_files(self._folder, "failed", self.capabilities.num_receivers)
         await self.upstream.command("/update_weights", update_message(folder=self._folder, **fields))
-        if told := [file.read_text() for file in failed if file.exists()]:
-            raise GenerationError("; ".join(dict.fromkeys(told)))  # one worker's is the cause of the others'
+        if messages := [file.read_text() for file in failed if file.exists()]:
+            raise GenerationError("; ".join(dict.fromkeys(messages)))  # one worker's is the cause of the others'
 
     async def post_sleep(self, level: int) -> None:
         """See `ExternalServer`. Requests in flight are finished first."""
@@ -294,7 +294,7 @@ def read_event(event: Mapping[str, Any], version: int) -> TokenChunk:
     """Decode one event of the stream.
 
     Raises:
-        GenerationError: it is an error, or tells text in place of ids, or tokens without log-probs.
+        GenerationError: it is an error, or has text in place of ids, or tokens without log-probs.
     """
     if "choices" not in event:
         raise GenerationError(f"TensorRT-LLM: {error_text(json.dumps(event))}")

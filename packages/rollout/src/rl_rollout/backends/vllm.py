@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rl_rollout.backends.external.calls import Flight
+    from rl_rollout.backends.external.calls import InFlightRequest
     from rl_rollout.base import PauseMode, RolloutServer
     from rl_rollout.multimodal import PreparedImages
     from rl_rollout.types import GenerateRequest, SamplingParams, ServerConfig, ServerParallel
@@ -233,7 +233,7 @@ class VllmServer(ExternalServer):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
+        self, request: GenerateRequest, images: PreparedImages | None, flight: InFlightRequest
     ) -> TokenOutput:
         """See `ExternalServer`. Streamed, so that the tokens of a request survive vLLM's death."""
         params = request.sampling_params
@@ -327,9 +327,9 @@ class VllmServer(ExternalServer):
         """See `ExternalServer`. The plug-in installs and attests what has landed; after a failure it restores."""
         self._has_begun, failures = False, new_files(self._folder, "failed", self.capabilities.num_receivers)
         await self.upstream.command("/update_weights", {"update_info": {"version": version}})
-        if told := [file.read_text() for file in failures if file.exists()]:
+        if messages := [file.read_text() for file in failures if file.exists()]:
             await self.upstream.command("/finish_weight_update")  # of no version: another may begin
-            raise GenerationError("; ".join(dict.fromkeys(told)))  # one rank's is the cause of the others'
+            raise GenerationError("; ".join(dict.fromkeys(messages)))  # one rank's is the cause of the others'
         if self._room:
             self.adapters = served_adapters(Path(self._folder, "adapters-0"), self._room)
         try:
@@ -375,8 +375,8 @@ def layout_arguments(layout: ServerParallel) -> list[str]:
         )
     sizes = {"--tensor-parallel-size": layout.tp, "--pipeline-parallel-size": layout.pp}
     sizes |= {"--data-parallel-size": layout.dp}
-    told = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
-    return [*told, *(["--enable-expert-parallel"] if layout.ep > 1 else [])]
+    flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
+    return [*flags, *(["--enable-expert-parallel"] if layout.ep > 1 else [])]
 
 
 def make_room(options: Mapping[str, Any], folder: Path) -> dict[str, Adapter]:

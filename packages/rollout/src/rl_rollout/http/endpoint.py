@@ -65,10 +65,10 @@ class TellsProgress(Protocol):
 def progress_line(request_id: str, lines: asyncio.Queue[bytes]) -> Callable[[TokenChunk], None]:
     """Callback that writes a progress line for every chunk."""
 
-    def tell(chunk: TokenChunk) -> None:
+    def report(chunk: TokenChunk) -> None:
         lines.put_nowait(PROGRESS + wire.chunk_to_body(chunk, request_id) + b"\n")
 
-    return tell
+    return report
 
 
 def json_body(body: bytes, status: int = 200) -> web.Response:
@@ -100,10 +100,10 @@ def is_allowed(request: web.Request, api_token: str | None) -> bool:
 
 def http_error(request: web.Request, error: web.HTTPException, max_body_bytes: int) -> web.Response:
     """JSON response for an error of aiohttp."""
-    told = error.reason
+    reason = error.reason
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        told = f"the body is larger than max_body_bytes={max_body_bytes}; ask for less at a time, or raise it"
-    body = {"error": {"type": "HttpError", "message": f"{request.method} {request.path}: {told}"}}
+        reason = f"the body is larger than max_body_bytes={max_body_bytes}; ask for less at a time, or raise it"
+    body = {"error": {"type": "HttpError", "message": f"{request.method} {request.path}: {reason}"}}
     return web.json_response(body, status=error.status)
 
 
@@ -214,7 +214,7 @@ class Endpoint(HttpEndpoint):
         check_count(len(message.requests), self._config)
         done: asyncio.Queue[bytes] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(self._generate_line(bytes(each), done, tells=message.progress))
+            asyncio.create_task(self._generate_line(bytes(each), done, reports=message.progress))
             for each in message.requests
         ]
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -255,11 +255,11 @@ class Endpoint(HttpEndpoint):
         await response.write_eof()
         return response
 
-    async def _generate_line(self, body: bytes, done: asyncio.Queue[bytes], *, tells: bool) -> None:
+    async def _generate_line(self, body: bytes, done: asyncio.Queue[bytes], *, reports: bool) -> None:
         request: GenerateRequest | None = None
         try:
             request = wire.request_from_body(body)
-            if tells and self._teller is not None and not request.has_extras:
+            if reports and self._teller is not None and not request.has_extras:
                 output = await self._teller.generate(request, progress_line(request.request_id, done))
             else:
                 output = await self._server.generate(request)

@@ -321,33 +321,33 @@ class HttpServer(RolloutServer):
         async for line in read_lines(response):
             try:
                 if line.startswith(b"+"):
-                    request_id, told = wire.chunk_from_body(line[1:])
+                    request_id, event = wire.chunk_from_body(line[1:])
                 else:
-                    told = wire.output_from_body(line)
-                    request_id = told.request_id
+                    event = wire.output_from_body(line)
+                    request_id = event.request_id
             except wire.NO_MESSAGE:
-                request_id, told = wire.error_from_body(line, self.url)
+                request_id, event = wire.error_from_body(line, self.url)
                 if request_id not in waiting:
-                    raise told from None
+                    raise event from None
             if request_id not in waiting:
                 raise GenerationError(f"{self.url} answered request {request_id!r:.100}, which it was not asked")
             request, future = waiting[request_id]
             if future.done():
                 continue  # its caller gave up
             try:
-                if isinstance(told, TokenChunk):
-                    counts[request_id] = counts.get(request_id, 0) + len(told.token_ids)
-                    self._check_chunk(request, told, counts[request_id])
-                elif isinstance(told, TokenOutput):
-                    check_answer(request, told, self.url)
+                if isinstance(event, TokenChunk):
+                    counts[request_id] = counts.get(request_id, 0) + len(event.token_ids)
+                    self._check_chunk(request, event, counts[request_id])
+                elif isinstance(event, TokenOutput):
+                    check_answer(request, event, self.url)
             except GenerationError as error:
-                told = error
-            if isinstance(told, TokenChunk):
-                self.received.setdefault(request_id, []).append(told)
-            elif isinstance(told, TokenOutput):
-                future.set_result(told)
+                event = error
+            if isinstance(event, TokenChunk):
+                self.received.setdefault(request_id, []).append(event)
+            elif isinstance(event, TokenOutput):
+                future.set_result(event)
             else:
-                future.set_exception(_with_partial(told, request_id, self.received.get(request_id, [])))
+                future.set_exception(_with_partial(event, request_id, self.received.get(request_id, [])))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutServer.abort`."""
@@ -395,14 +395,14 @@ def _late(url: str, request: GenerateRequest, timeout_s: float | None) -> Reques
     return RequestTimeoutError(f"{url} did not answer request {request.request_id!r} within {timeout_s} s")
 
 
-def _with_partial(error: Exception, request_id: str, told: Sequence[TokenChunk]) -> Exception:
+def _with_partial(error: Exception, request_id: str, chunks: Sequence[TokenChunk]) -> Exception:
     """Error of one request; a loss of the server gets the request's tokens so far."""
     if not isinstance(error, ServerLostError):
         return error
     lost = ServerLostError(str(error))
     lost.__cause__ = error.__cause__
-    if told:
-        lost.partial = TokenOutput.joined(request_id, told)
+    if chunks:
+        lost.partial = TokenOutput.joined(request_id, chunks)
     return lost
 
 

@@ -40,10 +40,10 @@ def _message_of(value: type, **changed: tuple[Any, ...]) -> Any:
     hints = get_type_hints(value)
     fields: list[tuple[Any, ...]] = []
     for field in dataclasses.fields(value):
-        told = changed.get(field.name, (hints[field.name],))
+        declared = changed.get(field.name, (hints[field.name],))
         default = () if field.default is dataclasses.MISSING else (field.default,)
-        fields.append((field.name, told[0], *(told[1:] or default)))
-    fields += [(name, *told) for name, told in changed.items() if name not in hints]
+        fields.append((field.name, declared[0], *(declared[1:] or default)))
+    fields += [(name, *declared) for name, declared in changed.items() if name not in hints]
     return msgspec.defstruct(
         f"{value.__name__}Message", fields, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     )
@@ -198,8 +198,8 @@ def read_body(body: bytes, kind: type[M], path: str) -> M:
         raise RequestError(f"the body of {path} is not JSON, or nested too deeply: {error}") from error
 
 
-def _hint(told: str, kind: type[msgspec.Struct]) -> str:
-    if (found := _UNKNOWN.search(told)) is None:
+def _hint(message: str, kind: type[msgspec.Struct]) -> str:
+    if (found := _UNKNOWN.search(message)) is None:
         return ""
     known = [*kind.__struct_fields__, *(SamplingMessage.__struct_fields__ if kind is RequestMessage else ())]
     near = get_close_matches(found[1], known, n=1)
@@ -244,8 +244,8 @@ def request_id_of(body: bytes) -> Any:
 def output_to_body(output: TokenOutput) -> bytes:
     """Encode an output as JSON; extra outputs only where there are some."""
     fields = _fields(OutputMessage, output)
-    fields["top_logprobs"] = tuple(tuple((token, _told(x)) for token, x in top) for top in output.top_logprobs)
-    fields["prompt_logprobs"] = tuple(map(_told, output.prompt_logprobs))
+    fields["top_logprobs"] = tuple(tuple((token, _json_number(x)) for token, x in top) for top in output.top_logprobs)
+    fields["prompt_logprobs"] = tuple(map(_json_number, output.prompt_logprobs))
     fields["routed_experts"] = pack_experts(output.routed_experts) if output.routed_experts else None
     fields["columns"] = {name: pack_tensor(tensor) for name, tensor in output.columns.items()}
     return msgspec.json.encode(OutputMessage(**fields))
@@ -284,16 +284,16 @@ def chunk_from_body(body: bytes) -> tuple[str, TokenChunk]:
     return message.request_id, TokenChunk(**fields)
 
 
-def _told(logprob: float) -> Any:
+def _json_number(logprob: float) -> Any:
     return "-inf" if logprob == -math.inf else logprob
 
 
-def _number(told: Any) -> float:
-    return math.nan if told is None else float(told)
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
-def _numbers(told: tuple[Any, ...]) -> tuple[float, ...]:
-    return tuple(map(_number, told)) if None in told else told
+def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
+    return tuple(map(_number, values)) if None in values else values
 
 
 def layout_from_json(found: Any, peer: str) -> list[list[TensorPart]] | None:

@@ -333,29 +333,29 @@ class OpenAIRoutes:
             return
         async with aclosing(self._server.generate_stream(request)) as chunks:
             async for chunk in chunks:
-                told = text.push(chunk.token_ids) if chunk.token_ids else ""
+                new_text = text.push(chunk.token_ids) if chunk.token_ids else ""
                 reason = None
                 if chunk.finish_reason is not None:
-                    told += text.finish(drop_last=chunk.finish_reason is FinishReason.STOP)
+                    new_text += text.finish(drop_last=chunk.finish_reason is FinishReason.STOP)
                     reason = str(chunk.finish_reason)
                 if text.is_stopped:
                     reason = "stop"
-                yield Piece(text=told, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=reason)
+                yield Piece(text=new_text, token_ids=chunk.token_ids, logprobs=chunk.logprobs, finish_reason=reason)
                 if text.is_stopped:
                     return
 
     def _whole(self, call: Call, text: TextStream, output: TokenOutput) -> Piece:
         is_stop = output.finish_reason is FinishReason.STOP
-        told = text.push(output.token_ids) + text.finish(drop_last=is_stop)
+        full_text = text.push(output.token_ids) + text.finish(drop_last=is_stop)
         reason, calls = str(output.finish_reason), ()
         if call.may_call_tools and self._parse_calls is not None:
             written = output.token_ids[:-1] if is_stop else output.token_ids
             content, calls = read_calls(self._parse_calls, self._tokenizer.get().decode(written))
             if calls:
-                told = content
+                full_text = content
                 reason = "tool_calls" if is_stop else reason
         return Piece(
-            text=told,
+            text=full_text,
             token_ids=output.token_ids,
             logprobs=output.logprobs,
             finish_reason=reason,
@@ -454,8 +454,8 @@ class OpenAIRoutes:
         tokens = [decode([i]) for i in piece.token_ids]
         tops = [[(decode([i]), logprob) for i, logprob in top] for top in piece.top_logprobs]
         if not call.is_chat:
-            told = [dict(top) for top in tops] if call.num_top_logprobs else None
-            return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": told, "text_offset": []}
+            top_logprobs = [dict(top) for top in tops] if call.num_top_logprobs else None
+            return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": top_logprobs, "text_offset": []}
         content = [
             {**_token(token, logprob), "top_logprobs": [_token(*each) for each in top]}
             for token, logprob, top in zip(tokens, piece.logprobs, tops or [[]] * len(tokens), strict=True)

@@ -189,11 +189,11 @@ class LazyTokenizer:
             chat = with_arguments(tokenizer, messages)
             render = partial(tokenizer.apply_chat_template, chat, tokenize=False, add_generation_prompt=True)
             text = render(tools=list(tools) or None)
-            is_told = not tools or text != render()
+            shows_tools = not tools or text != render()
         except Exception as error:  # jinja2's errors, and whatever a template raises
             raise RequestError(f"the chat template refused the messages: {error}") from error
         self._check_length(text, most)
-        if not is_told:
+        if not shows_tools:
             raise RequestError("the model's chat template ignores tools; leave them out, or serve another model")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 

@@ -539,8 +539,10 @@ class GenerationConformance:
         output = served.generate((5, 6, 7), **asked)
         assert tokenizer.decode(output.token_ids, skip_special_tokens=True) in asked["choice"]
         scoring = served.request((5, 6, 7, *output.token_ids), max_new_tokens=1)
-        told = served.run(served.server.generate(replace(scoring, returns_prompt_logprobs=True))).prompt_logprobs
-        for logprob, of_model in zip(output.logprobs, told[-len(output.token_ids) :], strict=True):
+        prompt_logprobs = served.run(
+            served.server.generate(replace(scoring, returns_prompt_logprobs=True))
+        ).prompt_logprobs
+        for logprob, of_model in zip(output.logprobs, prompt_logprobs[-len(output.token_ids) :], strict=True):
             is_equal = abs(logprob - of_model) < 1e-3
             assert is_equal or (served.server.capabilities.structured == "restricted" and logprob > of_model)
 

@@ -381,4 +381,4 @@ def test_routed_experts_are_those_of_a_forward_pass(name, tmp_path):
 
 
 def test_a_model_without_experts_tells_none(qwen3_folder):
-    assert not build(qwen3_folder).model.experts.does_tell
+    assert not build(qwen3_folder).model.experts.reports_choice

@@ -23,7 +23,7 @@ def request(request_id, length, **params):
     return GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling_params)
 
 
-def run(model, requests, told_every=0, **config):
+def run(model, requests, report_every=0, **config):
     """Outputs by id, chunks by id, and how many steps each call was allowed; 0 where it was no native one."""
     engine = Engine(model, ServerConfig(model_path="unused", **config))
     steps, plan = [], engine.scheduler.plan
@@ -33,7 +33,7 @@ def run(model, requests, told_every=0, **config):
         return steps[-1]
 
     engine.scheduler.plan = noting
-    engine.submit((each, told_every) for each in requests)
+    engine.submit((each, report_every) for each in requests)
     outputs, chunks = {}, {}
     while engine.can_step:
         engine.step()
@@ -72,11 +72,11 @@ def test_many_steps_are_taken_where_only_tokens_happen(model):
 
 def test_a_stream_is_told_each_token_and_a_listener_now_and_then(model):
     whole = run(model, [request("0", 40)])[0]["0"]
-    outputs, chunks, steps, _ = run(model, [request("0", 40)], told_every=1)
+    outputs, chunks, steps, _ = run(model, [request("0", 40)], report_every=1)
     assert outputs["0"] == whole
     assert [len(chunk.token_ids) for chunk in chunks["0"]] == [1] * 39  # the last comes with the reason
     assert steps == [0] + [1] * 39
-    outputs, chunks, steps, _ = run(model, [request("0", 40)], told_every=8)
+    outputs, chunks, steps, _ = run(model, [request("0", 40)], report_every=8)
     told = [token for chunk in chunks["0"] for token in chunk.token_ids]
     assert outputs["0"] == whole
     assert 8 <= len(told) < 40

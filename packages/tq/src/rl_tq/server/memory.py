@@ -153,7 +153,7 @@ class SegmentMemory(SegmentTable):
     def __init__(self, directory: Path | None) -> None:
         """`directory`: for segment files, which outlive every process; None: anonymous memory."""
         super().__init__(self._tell_here, directory)
-        self.tell_client: Callable[[Any, Message, SharedMemory | None], None] = _tell_nobody
+        self.tell_client: Callable[[Any, Message, SharedMemory | None], None] = _ignore_message
         """Sends a message to a client of another process, with the descriptor of a segment."""
         self._here = Client()
         self._mapped = MappedSegments()
@@ -258,7 +258,7 @@ class SegmentMemory(SegmentTable):
                 self._wake()
 
 
-def _tell_nobody(*_: object) -> None:
+def _ignore_message(*_: object) -> None:
     """Callback before there is a front."""
 
 

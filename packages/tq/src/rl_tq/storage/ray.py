@@ -37,7 +37,7 @@ from rl_tq.errors import (
 from rl_tq.server.connection import ClientConnection
 from rl_tq.server.host import QueueHost
 from rl_tq.server.memory import HeapMemory
-from rl_tq.storage.ray_owner import NAMESPACE, TRANSPORTS, Keeper, actor_name
+from rl_tq.storage.ray_owner import NAMESPACE, TRANSPORTS, OwnerActor, actor_name
 from rl_tq.storage.tcp import TcpConnection, TcpFront
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _StoredExtent:
 
 
 class _Keepers:
-    """Keeper actors of the queue that this process serves, one per node."""
+    """OwnerActor actors of the queue that this process serves, one per node."""
 
     def __init__(self, queue: str, where: Where, transport: str | None) -> None:
         self._queue = queue
@@ -106,7 +106,7 @@ class _Keepers:
 
     def _make(self, key: str, node: str, where: Where | None) -> None:
         on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-        remote: Any = ray.remote(Keeper)
+        remote: Any = ray.remote(OwnerActor)
         by: dict[str, Any] = {"max_concurrency": 8}
         if self._transport is not None:
             by = {"max_concurrency": 1, "enable_tensor_transport": True}  # for the reason of `_DIRECT`
@@ -250,7 +250,7 @@ class RayQueue(RemoteQueue):
 
 
 def _sent(memory: torch.Tensor, transport: str | None) -> Any:
-    """Argument of `Keeper.keep`: an array for the object store, or a reference to a tensor that stays here."""
+    """Argument of `OwnerActor.keep`: an array for the object store, or a reference to a tensor that stays here."""
     return memory.numpy() if transport is None else ray.put(memory, _tensor_transport=transport)
 
 

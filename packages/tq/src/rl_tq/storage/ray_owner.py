@@ -1,4 +1,4 @@
-"""Keeper: the Ray actor that owns a `ray` queue's values on one node."""
+"""OwnerActor: the Ray actor that owns a `ray` queue's values on one node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRANSPORTS = ("nixl",)
 """Ray's tensor transports that a reader can use alone. gloo and nccl are collectives: the maker would have to send."""
 
 
-class Keeper:
+class OwnerActor:
     """Owner of a queue's objects on one node, so that they outlive their producers."""
 
     def __init__(self, where: Where | None, transport: str | None) -> None:

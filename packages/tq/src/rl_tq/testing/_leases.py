@@ -278,7 +278,7 @@ class LeasesContract(Served):
             pickle.dumps(peer)
         child = os.fork()
         if not child:
-            told = 0
+            num_reported = 0
             try:
                 for client in (peer, queue):
                     with pytest.raises(TransferQueueError, match="does not survive a fork"):
@@ -286,9 +286,9 @@ class LeasesContract(Served):
                     with pytest.raises(TransferQueueError, match="does not survive a fork"):
                         client.stats()
                     client.close()
-                    told += 1
+                    num_reported += 1
             finally:
-                os._exit(told)
+                os._exit(num_reported)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
         for client in (queue, peer):
             assert client.get(meta)["a"].tolist() == [1.0]

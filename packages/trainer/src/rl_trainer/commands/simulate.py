@@ -602,7 +602,7 @@ def read_rates(given: Mapping[str, str]) -> Rates:
 
     Of a run: the lengths of the completions that it kept, or else their mean; what an update learns from in a second;
     how long a sync takes. And where it was one with `pipeline=sync`, its servers' rate: the one with which generation,
-    simulated, lasts as long as it did. One number tells one number: of a single sequence it is taken to be
+    simulated, lasts as long as it did. Given one number, that of a single sequence is taken to be
     1 / `saturation` (8) of a replica's.
 
     Raises:
@@ -671,7 +671,7 @@ def node_facts(
     Raises:
         PlanError: no node has room for a process.
     """
-    used, told = [0] * num_nodes, [list[str]() for _ in range(num_nodes)]
+    used, busy = [0] * num_nodes, [list[str]() for _ in range(num_nodes)]
     for pool in pools_of(config):
         known, placed = memory.get(pool.name, {}), dict[int, int]()
         num_gpus = round(pool.num_gpus)
@@ -688,8 +688,8 @@ def node_facts(
         roles = ", ".join(f"{role} {known[role]:.1f} GiB" if role in known else role for role in pool.roles)
         for node, count in placed.items():
             gpus = f"GPU {used[node] - 1}" if count == 1 else f"GPUs {used[node] - count}-{used[node] - 1}"
-            told[node].append(f"{gpus}: {roles}")
-    lines = ["; ".join(each) or "idle" for each in told]
+            busy[node].append(f"{gpus}: {roles}")
+    lines = ["; ".join(each) or "idle" for each in busy]
     alike = [list(group) for _, group in groupby(range(num_nodes), key=lines.__getitem__)]
     return [
         (f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]}-{nodes[-1]}", lines[nodes[0]]) for nodes in alike

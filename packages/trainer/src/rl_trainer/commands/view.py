@@ -72,8 +72,8 @@ def page(run: str | Path, *, against: str | Path | None = None, budget_bytes: in
         DataError: the folder holds no run.
     """
     about = _about(Path(run), against)
-    chunks, told, prompts = _chunks(Path(run), budget_bytes)
-    about |= {"sampleSteps": [step for step, _ in chunks], "told": [*about["told"], *told], "prompts": prompts}
+    chunks, notes, prompts = _chunks(Path(run), budget_bytes)
+    about |= {"sampleSteps": [step for step, _ in chunks], "notes": [*about["notes"], *notes], "prompts": prompts}
     scripts = "".join(
         f'<script type="text/plain" id="samples-{step}">{base64.b64encode(chunk).decode()}</script>\n'
         for step, chunk in chunks
@@ -103,9 +103,9 @@ class LivePage:
             try:
                 _note_prompts(self._seen, read_samples(self._run, steps=[step], columns=columns).to_pylist())
             except (DataError, OSError, ValueError) as error:
-                about["told"].append(f"The samples of step {step} cannot be read: {error}")
+                about["notes"].append(f"The samples of step {step} cannot be read: {error}")
             self._counted.add(step)
-        about["told"] += [] if steps else [_NO_SAMPLES]
+        about["notes"] += [] if steps else [_NO_SAMPLES]
         return about | {"live": True, "sampleSteps": steps, "prompts": _never(self._seen)}
 
     def html(self) -> str:
@@ -161,10 +161,10 @@ def overview(run: Path) -> dict[str, Any]:
     """Overview of a run from its small files."""
     found = records(run)
     config, summary = _yaml(run / "config.yaml"), _json(run / "summary.json")
-    told: list[str] = []
+    notes: list[str] = []
     if summary is None:
         last = found[-1]["step"] if found else 0
-        told.append(f"The run has no summary: it was killed, or still goes on. Its last step is {last}.")
+        notes.append(f"The run has no summary: it was killed, or still goes on. Its last step is {last}.")
     return {
         "name": config.get("name", run.name),
         "folder": run.name,
@@ -179,7 +179,7 @@ def overview(run: Path) -> dict[str, Any]:
         ],
         "failures": [[line["step"], *failed] for line in found if (failed := _failed(line))[0]],
         "weights": [each for line in found if line.get("weights") for each in _receipts(line)],
-        "told": told,
+        "notes": notes,
     }
 
 
@@ -243,7 +243,7 @@ def _json(file: Path) -> Any:
 
 def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list[str], list[list[Any]]]:
     """(step, compressed samples), messages, and the prompts whose groups never differed in reward."""
-    there, told = steps_of(run), list[str]()
+    there, notes = steps_of(run), list[str]()
     if not there:
         return [], [_NO_SAMPLES], []
     piece, seen = _pieces(run), dict[str, list[Any]]()
@@ -254,18 +254,18 @@ def _chunks(run: Path, budget_bytes: int) -> tuple[list[tuple[int, bytes]], list
         try:
             rows = read_samples(run, steps=[step]).to_pylist()
         except (DataError, OSError, ValueError) as error:
-            told.append(f"The samples of step {step} cannot be read: {error}")
+            notes.append(f"The samples of step {step} cannot be read: {error}")
             continue
         _note_prompts(seen, rows)
         chunk = _compressed(rows, piece)
         if spent + len(chunk) * 4 / 3 > budget_bytes:
-            told.append(f"From step {step} on samples are left out: --budget-mb={budget_bytes / 1e6:g} is full.")
+            notes.append(f"From step {step} on samples are left out: --budget-mb={budget_bytes / 1e6:g} is full.")
             break
         spent += len(chunk) * 4 // 3
         chunks.append((step, chunk))
     if len(wanted) < len(there):
-        told.append(f"Samples of {len(wanted)} of {len(there)} steps are in this page (--budget-mb).")
-    return chunks, told, _never(seen)
+        notes.append(f"Samples of {len(wanted)} of {len(there)} steps are in this page (--budget-mb).")
+    return chunks, notes, _never(seen)
 
 
 def _never(seen: Mapping[str, Sequence[Any]]) -> list[list[Any]]:

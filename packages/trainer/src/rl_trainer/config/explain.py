@@ -94,8 +94,8 @@ def type_name(hint: Any) -> str:
     if origin is Annotated:
         bounds = [c for each in inner[1:] for c in getattr(each, "metadata", [each])]
         marks = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-        told = [f"{mark} {getattr(c, name)}" for c in bounds for name, mark in marks if hasattr(c, name)]
-        return " ".join([type_name(inner[0]), " and ".join(told)]).strip()
+        limits = [f"{mark} {getattr(c, name)}" for c in bounds for name, mark in marks if hasattr(c, name)]
+        return " ".join([type_name(inner[0]), " and ".join(limits)]).strip()
     if origin is Literal:
         return " or ".join(str(each) for each in inner)
     if origin in (Union, UnionType):
@@ -196,7 +196,7 @@ _TALKERS = ("equivalents", "explain", "from_verl", "testing")
 
 def annotated(config: Config, recipe: str, overrides: Sequence[str]) -> str:
     """The configuration as YAML that `load_config` reads, with doc, type, default and source of every key."""
-    sources = {key: told for told, tree in layers(recipe, overrides) for key in _leaves(tree)}
+    sources = {key: source for source, tree in layers(recipe, overrides) for key in _leaves(tree)}
     lines: list[str] = []
     _write(lines, config, as_tree(config), "", sources)
     return "\n".join(lines) + "\n"
@@ -217,9 +217,9 @@ def _write(lines: list[str], section: Any, tree: Mapping[str, Any], prefix: str,
     for name, value in tree.items():
         key = keys()[f"{prefix}{name}"]
         held = getattr(section, name)
-        told = f"{first_sentence(key.doc)} ({key.type}" + (f"; default {key.default}" if key.default else "")
-        told += f"; from {sources.get(key.name, 'the default')})" if not is_dataclass(held) else ")"
-        lines += wrap(told, 112 - len(indent), initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        line = f"{first_sentence(key.doc)} ({key.type}" + (f"; default {key.default}" if key.default else "")
+        line += f"; from {sources.get(key.name, 'the default')})" if not is_dataclass(held) else ")"
+        lines += wrap(line, 112 - len(indent), initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         if is_dataclass(held):
             lines.append(f"{indent}{name}:")
             _write(lines, held, value, f"{key.name}.", sources)

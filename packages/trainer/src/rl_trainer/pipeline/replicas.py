@@ -185,8 +185,8 @@ class AgentReplicas:
         members, wanted = self.replica_set.wait(), (self._servers, self._rewards)
         behind = [member for member in members if self._connected.get(member) != wanted]
         if behind:
-            told = dict.fromkeys(behind, wanted)
-            self._raise_unless_dead(self.replica_set.call(AgentWorker.use_servers, told))
+            addresses = dict.fromkeys(behind, wanted)
+            self._raise_unless_dead(self.replica_set.call(AgentWorker.use_servers, addresses))
             self._connected |= dict.fromkeys(behind, wanted)
         return members
 

@@ -138,7 +138,7 @@ def has_reference(config: Config) -> bool:
 def has_old_pass(config: Config) -> bool:
     """Whether the engine scores a batch before it is learned from (`algorithm.old_logprobs=recompute`).
 
-    With one mini-batch the update's own pass tells the same, unless something reads them before.
+    With one mini-batch the update's own pass gives the same, unless something reads them before.
     """
     has_several = config.batch.mini_batch_size < config.batch.batch_size
     return config.algorithm.old_logprobs == "recompute" and (has_several or reads_old_pass(config))

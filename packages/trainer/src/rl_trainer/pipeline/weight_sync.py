@@ -84,7 +84,7 @@ class WeightSync:
         """Send and install `version`; returns when every replica serves it.
 
         Raises:
-            Exception: what either side failed with, where nobody died; both are told.
+            Exception: what either side failed with, where nobody died; names both.
         """
         if self.lends:
             assert self._lent is not None, "it is set where there are some"

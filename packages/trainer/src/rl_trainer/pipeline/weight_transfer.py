@@ -100,7 +100,7 @@ class GatheredTransfer(WeightTransfer):
 class ShardedTransfer(WeightTransfer):
     """Sharded transfer: every rank sends its shards, receivers take their slices, one commit for all.
 
-    The plan and the sessions are made before the first sync, of the layouts that both sides tell, and serve every
+    The plan and the sessions are made before the first sync, of the layouts that both sides report, and serve every
     later one. Between machines, one replica of a node takes what another one there is to have as well, and sends it on.
 
     The plan is written to `folder`, for `rl-ckpt plan`.
@@ -129,9 +129,9 @@ class ShardedTransfer(WeightTransfer):
         if member in self._joined:
             return None
         if not self._held:
-            told = self._actor.weight_layout()
-            self._held = [each for each in told if each is not None]
-            if len(self._held) < len(told):
+            layouts = self._actor.weight_layout()
+            self._held = [each for each in layouts if each is not None]
+            if len(self._held) < len(layouts):
                 raise ConfigError("this engine.backend exports whole tensors only; set weights.mode=gathered")
         return {spec.name: (each.dtypes[spec.name], spec.shape) for each in self._held for spec in each.specs}
 
@@ -143,8 +143,8 @@ class ShardedTransfer(WeightTransfer):
         """
         if member in self._joined:
             return
-        for other, told in self._joined.items():
-            if receivers.layout != told.layout:
+        for other, joined in self._joined.items():
+            if receivers.layout != joined.layout:
                 raise ConfigError(
                     f"rollout replica {member} cuts the weights otherwise than replica {other}; start all of them with "
                     "the same rollout.parallel, or set weights.mode=gathered"
@@ -188,7 +188,7 @@ class ShardedTransfer(WeightTransfer):
         }
 
     def _address_of(self, member: int, num_targets: int) -> str:
-        told: list[dict[int, Address | str]] = []
+        addresses: list[dict[int, Address | str]] = []
         for source, opened in enumerate(self._opened):
             own: dict[int, Address | str] = {}
             for target, address in opened.items():
@@ -196,8 +196,8 @@ class ShardedTransfer(WeightTransfer):
                 below = f"{self._below}-{source}-{target}-{group[0]}"
                 direct = address if len(group) == 1 else relay_address(address, below, len(group) - 1)
                 own[target] = direct if member == group[0] else below
-            told.append(own)
-        return join_addresses(told, num_targets).to_json()
+            addresses.append(own)
+        return join_addresses(addresses, num_targets).to_json()
 
     def send(self, version: int, receivers: Mapping[int, int]) -> SyncReport:
         """See `WeightTransfer`."""

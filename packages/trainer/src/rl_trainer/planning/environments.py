@@ -86,7 +86,7 @@ def check_environment(config: Config) -> None:
 
 
 @contextmanager
-def asked_beside(config: Config, model_path: Path, *, is_made: bool) -> Generator[None]:
+def asked_in_background(config: Config, model_path: Path, *, is_made: bool) -> Generator[None]:
     """Have a child process answer what the policy's backend is asked, while this one reads the data.
 
     For a run on Ray, whose controller then needs none of the backend's packages: they take five seconds to import. A

@@ -25,7 +25,7 @@ from rl_trainer.pipeline.roles import (
 )
 from rl_trainer.pipeline.staleness import create_schedule
 from rl_trainer.planning.environments import engine_python
-from rl_trainer.planning.memory import cache_beside_engine
+from rl_trainer.planning.memory import colocated_cache_bytes
 from rl_trainer.runtime.base import ResourcePool
 from rl_trainer.runtime.network import SHARED_MEMORY, scheme_of
 
@@ -71,7 +71,7 @@ def _with_servers(config: Config, *, is_shared: bool) -> Config:
     if config.rollout.colocated is None:
         config = replace(config, rollout=replace(config.rollout, colocated=is_shared))
     if config.rollout.colocated and config.rollout.sleep is None:
-        cache = cache_beside_engine(config, None if "RAY_ADDRESS" in os.environ else gpu_gib())
+        cache = colocated_cache_bytes(config, None if "RAY_ADDRESS" in os.environ else gpu_gib())
         kept = {"sleep": True} if cache is None else {"sleep": False, "kv_cache_bytes": cache}
         config = replace(config, rollout=replace(config.rollout, **kept))
     if config.weights_transport is None:

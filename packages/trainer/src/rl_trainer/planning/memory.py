@@ -314,7 +314,7 @@ def memory_facts(config: Config, gib: float | None = None, *, there: float | Non
     return [*plan.lines(), ("a GPU at its fullest", f"{most:.1f} GiB ({phase}){verdict}")]
 
 
-def cache_beside_engine(config: Config, gib: float | None) -> int | None:
+def colocated_cache_bytes(config: Config, gib: float | None) -> int | None:
     """Bytes of keys and values for which a GPU of so many GiB has room next to the engine, with a fifth to spare.
 
     What `rollout.kv_cache_bytes` says; else what all sequences of a step can need, or a quarter of the GPU. None: there
@@ -415,7 +415,7 @@ def learning_flops(config: Config, model: Mapping[str, Any]) -> float | None:
     """Floating-point operations that a rank of the policy's engine spends to learn from a token of its mini-batch.
 
     6 per parameter that a token meets (4 with a frozen base below an adapter; Kaplan et al., 2001.08361), without those
-    of attention scores; shared by the ranks that hold one copy. None where `model` does not tell its size.
+    of attention scores; shared by the ranks that hold one copy. None where `model` does not give its size.
     """
     key = next((name for name in _EXPERTS if model.get(name)), None)
     try:

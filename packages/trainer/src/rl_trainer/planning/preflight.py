@@ -42,7 +42,13 @@ from rl_trainer.pipeline.roles import (
     teacher_folders,
 )
 from rl_trainer.pipeline.weight_transfer import check_start_layers
-from rl_trainer.planning.environments import asked_beside, check_engine, check_environment, gives_shards, role_python
+from rl_trainer.planning.environments import (
+    asked_in_background,
+    check_engine,
+    check_environment,
+    gives_shards,
+    role_python,
+)
 from rl_trainer.planning.gpus import check_ipc, count_gpus
 from rl_trainer.rewards.checks import check_rewards
 from rl_trainer.runtime.network import IN_ONE_PROCESS, LISTENING, address_of, has_votes, scheme_of
@@ -121,7 +127,7 @@ def check(
     for role in ("reference", "critic", "teacher"):
         if has(config, role):
             backends[role] = (engine_of(config, role).backend, f"placement.{role}.engine.backend")
-    here = [told for role, told in backends.items() if role_python(config, role) is None]
+    here = [entry for role, entry in backends.items() if role_python(config, role) is None]
     for group, name, key in (
         *(("rl_engine.backends", name, key) for name, key in here),
         ("rl_rollout.backends", config.rollout.backend, "rollout.backend"),
@@ -518,14 +524,14 @@ def _server_capabilities(config: Config, folder: str) -> Capabilities:
 
 @contextmanager
 def backends_asked(config: Config) -> Generator[None]:
-    """Have a child process ask the policy's backend already, while the body does something else: `asked_beside`."""
+    """Ask the policy's backend in a child process while the body does something else (`asked_in_background`)."""
     if config.model.path is None and config.model.warmup is None:
         yield
         return
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
-        yield  # it is told later, or downloaded
+        yield  # an error is raised later, or it is downloaded
         return
-    with _folder(config) as folder, asked_beside(config, Path(folder), is_made=_is_made(folder)):
+    with _folder(config) as folder, asked_in_background(config, Path(folder), is_made=_is_made(folder)):
         yield
 
 

@@ -211,7 +211,7 @@ class _Process:
         self._reading = asyncio.create_task(self._read())
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                kind, told = await first
+                kind, result = await first
         except TimeoutError:
             raise RewardError(
                 f"the process of reward {self._path!r} did not start within {_START_TIMEOUT_S:g} s"
@@ -219,8 +219,8 @@ class _Process:
         except _EndedError:
             raise RewardError(f"the process of reward {self._path!r} ended while it started; see its output") from None
         if kind != "ok":
-            raise RewardError(f"reward {self._path!r} cannot be loaded: {told}")
-        self._is_async, self.is_batched = bool(told["is_async"]), bool(told["is_batched"])
+            raise RewardError(f"reward {self._path!r} cannot be loaded: {result}")
+        self._is_async, self.is_batched = bool(result["is_async"]), bool(result["is_batched"])
         self.capacity = _MAX_TOGETHER if self._is_async else 1
 
     async def call(self, given: Any, row: Mapping[str, Any], timeout_s: float) -> Any:
@@ -237,7 +237,7 @@ class _Process:
             async with asyncio.timeout(timeout_s + (_GRACE_S if self._is_async else 0.0)):
                 self._process.stdin.write(data)
                 await self._process.stdin.drain()
-                kind, told = await answer
+                kind, result = await answer
         except TimeoutError:
             is_another_s = self.load > 1 or not self.is_alive
             await self.kill()
@@ -255,10 +255,10 @@ class _Process:
         if kind == "timeout":
             raise self._late(given, timeout_s)
         if kind == "error":
-            raise RewardError(f"reward {self._path!r} raised {told}")
+            raise RewardError(f"reward {self._path!r} raised {result}")
         if kind != "ok":
             raise ValueError(f"{kind!r} is not a kind of answer")
-        return told
+        return result
 
     def _late(self, given: Any, timeout_s: float) -> TimeoutError:
         what = f"a text of {len(given)} characters" if isinstance(given, str) else f"{len(given['texts'])} completions"
@@ -273,9 +273,9 @@ class _Process:
                 (length,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
                 if length > MAX_ANSWER_BYTES:
                     break  # no answer of ours
-                number, kind, told = decoded(await stdout.readexactly(length))
+                number, kind, result = decoded(await stdout.readexactly(length))
                 if (waiting := self._waiting.get(number)) is not None and not waiting.done():
-                    waiting.set_result((kind, told))
+                    waiting.set_result((kind, result))
         self.is_alive = False
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have said what is no answer, and live
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -3,7 +3,7 @@
 Asked by aiohttp and not by the `openai` client: a classifier's endpoint is not OpenAI's, an answer without a score has
 to be asked for again as well, and each attempt has to pass the rate limit, which the client's own retries go past. The
 limit is ours and not aiolimiter's: that lets 39 requests through in one second of a limit of 20 (measured, 1.3.0),
-refuses an amount above the limit, and takes no correction once the server has told how many tokens there were.
+refuses an amount above the limit, and takes no correction once the server has reported how many tokens there were.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def main() -> None:
     _read_aside(requests, inbox.put)
     while True:
         number, given, row, _ = inbox.get()
-        kind, told = _call(function, given, row)
-        _write(answers, (number, kind, told))
+        kind, result = _call(function, given, row)
+        _write(answers, (number, kind, result))
 
 
 _VERL = ("data_source", "solution_str", "ground_truth")
@@ -157,10 +157,10 @@ async def _serve_together(function: Callable[..., Any], requests: IO[bytes], ans
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                kind, told = "ok", await contained(function(given, row))
-        except Exception as error:  # noqa: BLE001 - it is told
-            kind, told = "timeout" if deadline.expired() else "error", described(error)
-        _write(answers, (number, kind, told))
+                kind, result = "ok", await contained(function(given, row))
+        except Exception as error:  # noqa: BLE001 - it is reported
+            kind, result = "timeout" if deadline.expired() else "error", described(error)
+        _write(answers, (number, kind, result))
 
     def begin(request: Request) -> None:
         task = asyncio.create_task(answer(request))
@@ -174,7 +174,7 @@ async def _serve_together(function: Callable[..., Any], requests: IO[bytes], ans
 def _call(function: Callable[..., Any], given: Any, row: Mapping[str, Any]) -> tuple[str, Any]:
     try:
         return "ok", function(given, row)
-    except BaseException as error:  # noqa: BLE001 - it is told; SystemExit as well
+    except BaseException as error:  # noqa: BLE001 - it is reported; SystemExit as well
         return "error", described(error)
 
 

@@ -158,7 +158,7 @@ class ReplicaSet(ABC, Generic[W]):
     def resize(self, num_members: int) -> None:
         """Resize the set: start members in the background, or end those that joined last.
 
-        `take_news` tells of one that found no room.
+        `take_news` reports one that found no room.
 
         Raises:
             PlacementError: the processes are shared with others, so that none can join or leave.

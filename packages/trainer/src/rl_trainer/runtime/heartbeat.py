@@ -31,7 +31,7 @@ _GCS = "gcs_server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class WorkerLocation:
     """Location of a host process: node, process id, log files."""
 
     node_id: str
@@ -57,13 +57,13 @@ class PlacedHost:
     actor: Any
     watch: Any
     """A reference that is there when it closes, and an error when it dies."""
-    where: Whereabouts | None = None
+    where: WorkerLocation | None = None
     """Node and process; None until it has answered."""
     devices: tuple[str, ...] = ()
     """GPUs of the worker that it hosts alone: its own, or those of a group of ranks."""
 
 
-def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: Any) -> Any:
+def on_machine_of(where: WorkerLocation, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on the node of a process: here, or in a Ray task.
 
     Raises:
@@ -76,7 +76,7 @@ def on_machine_of(where: Whereabouts, function: Callable[..., Any], *arguments: 
     return ray.get(task, timeout=_REMOTE_TIMEOUT_S)
 
 
-def description_of(where: Whereabouts | None) -> str:
+def description_of(where: WorkerLocation | None) -> str:
     """Describe a process on any node, as `processes.describe` does."""
     if where is None:
         return "it had not started"
@@ -181,9 +181,9 @@ class Heartbeat:
             lost = [pid for pid, name in self._services.items() if name == _GCS]
         if lost and not self._is_over.is_set():
             what = "does not answer" if is_silent else "has ended, or was stopped,"
-            told = f"Ray's {_GCS} (process {lost[0]}) {what} for heartbeat_s={self._heartbeat_s:g} s"
+            message = f"Ray's {_GCS} (process {lost[0]}) {what} for heartbeat_s={self._heartbeat_s:g} s"
             sys.stdout.flush()
-            print(f"rl-train: {told}; go on with --resume", file=sys.stderr, flush=True)  # noqa: T201 - the last word
+            print(f"rl-train: {message}; go on with --resume", file=sys.stderr, flush=True)  # noqa: T201 - the last word
             os._exit(1)
 
     def _collect(self, hosts: dict[Any, PlacedHost], asked: dict[Any, tuple[Any, float]]) -> None:

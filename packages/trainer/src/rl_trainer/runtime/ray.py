@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rl_trainer.errors import PlacementError, TrainerError, WorkerDiedError
 from rl_trainer.runtime.base import DISPATCH_ATTRIBUTE, Call, ReplicaSet, ResourcePool, Runtime
 from rl_trainer.runtime.dispatch import Mesh, calls_of, join, spread
-from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, Whereabouts
+from rl_trainer.runtime.heartbeat import Heartbeat, PlacedHost, WorkerLocation
 from rl_trainer.runtime.limits import OBJECT_STORE_BYTES, check_limits
 from rl_trainer.runtime.network import check_ray_address, make_tokens
 from rl_trainer.runtime.processes import children, ended_when_asked, sigterm_blocked
@@ -82,7 +82,7 @@ class RayRuntime(Runtime):
             ]
         for name, hosts in self._hosts.items():
             places = self.answers.get(
-                [host.actor.whereabouts.remote() for host in hosts], hosts, "start", _START_TIMEOUT_S
+                [host.actor.location.remote() for host in hosts], hosts, "start", _START_TIMEOUT_S
             )
             hosts[:] = in_rank_order(hosts, places)
             for host in hosts:
@@ -183,7 +183,7 @@ class RayRuntime(Runtime):
         return PlacedHost(pool=pool, rank=rank, group=group, bundle=bundle, actor=actor, watch=actor.watch.remote())
 
     def _located(self, host: PlacedHost) -> PlacedHost:
-        (where,) = self.answers.get([host.actor.whereabouts.remote()], [host], "start", _START_TIMEOUT_S)
+        (where,) = self.answers.get([host.actor.location.remote()], [host], "start", _START_TIMEOUT_S)
         located = replace(host, where=where, devices=where.devices)
         self._heartbeat.watch(located)
         return located
@@ -272,8 +272,8 @@ class RayRuntime(Runtime):
                     ray.get(reference)
                 except (RayActorError, RayTaskError) as error:
                     reason = reason_of(error) if isinstance(error, RayTaskError) else error
-                    told = f"pool {name!r} did not close cleanly: {str(reason).partition(chr(10))[0]}"
-                    print(told)  # noqa: T201 - the last word before the processes end
+                    message = f"pool {name!r} did not close cleanly: {str(reason).partition(chr(10))[0]}"
+                    print(message)  # noqa: T201 - the last word before the processes end
             for host in hosts if late else []:
                 ray.kill(host.actor)
         for actor in self._actors:  # those too that were still starting: who waits for them hears of it
@@ -348,7 +348,7 @@ def cluster_gpus() -> int:
             ray.shutdown()
 
 
-def in_rank_order(hosts: Sequence[PlacedHost], places: Sequence[Whereabouts]) -> list[PlacedHost]:
+def in_rank_order(hosts: Sequence[PlacedHost], places: Sequence[WorkerLocation]) -> list[PlacedHost]:
     """Order host processes as ranks: by node, then by GPU.
 
     Ray promises no order, and neighbouring ranks are those that talk most and that share a replica.
@@ -429,7 +429,7 @@ class _RayGroup:
                 for host, own in zip(hosts, spread(call, mesh, args, kwargs), strict=True):
                     if own is not None:
                         asked.append(host)
-                        actor_call = host.actor.call_beside if call.is_urgent else host.actor.call
+                        actor_call = host.actor.call_urgent if call.is_urgent else host.actor.call
                         references.append(actor_call.remote(name, method, *own))
             return join(call, mesh, runtime.answers.get(references, asked, f"{name}.{method}"))
 
@@ -472,7 +472,7 @@ class RayReplicas(ReplicaSet[W]):
             watched = {host.watch: member for member, host in self._hosts.items()}
             over, _ = ray.wait([*watched], num_returns=len(watched), timeout=0) if watched else ([], [])
             for reference in over:
-                self._bury(watched[reference], "while no call was in flight")
+                self._mark_dead(watched[reference], "while no call was in flight")
             return tuple(self._hosts)
 
     def call(self, method: Callable[..., R], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, R | Exception]:
@@ -489,13 +489,13 @@ class RayReplicas(ReplicaSet[W]):
                     answers[member] = WorkerDiedError(f"member {member} of {self._name} is not there any more")
                 else:
                     is_urgent = registered is not None and registered.is_urgent
-                    call = host.actor.call_beside if is_urgent else host.actor.call
+                    call = host.actor.call_urgent if is_urgent else host.actor.call
                     sent[call.remote(self._name, name, own, {})] = member
 
         def late(pending: list[Any]) -> str:
-            told = last_seen([self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts])
+            seen = last_seen([self._hosts[sent[r]].where for r in pending if sent[r] in self._hosts])
             limit, members = self._runtime.answers.timeout_s, [sent[reference] for reference in pending]
-            return f"members {members} of {self._name} did not finish {name} within {limit:.0f} s; {told}"
+            return f"members {members} of {self._name} did not finish {name} within {limit:.0f} s; {seen}"
 
         for done in self._runtime.answers.completed([*sent], name, self._runtime.answers.timeout_s, late):
             answers |= {sent[reference]: self._answer(reference, sent[reference], name) for reference in done}
@@ -507,9 +507,9 @@ class RayReplicas(ReplicaSet[W]):
         except RayTaskError as error:
             return reason_of(error)
         except RayActorError:
-            return self._bury(member, f"during {what}")
+            return self._mark_dead(member, f"during {what}")
 
-    def _bury(self, member: int, when: str) -> WorkerDiedError:
+    def _mark_dead(self, member: int, when: str) -> WorkerDiedError:
         with self._lock:
             host = self._hosts.pop(member, None)
             if host is None:

@@ -49,8 +49,8 @@ class Answers:
 
         def late(pending: list[Any]) -> str:
             ranks, pool = [host_of[reference].rank for reference in pending], host_of[pending[0]].pool.name
-            told = last_seen([host_of[reference].where for reference in pending])
-            return f"rank {ranks} of pool {pool!r} did not finish {what} within {limit:.0f} s; {told}"
+            seen = last_seen([host_of[reference].where for reference in pending])
+            return f"rank {ranks} of pool {pool!r} did not finish {what} within {limit:.0f} s; {seen}"
 
         for done in self.completed(references, what, limit, late):
             for reference in done:
@@ -68,7 +68,7 @@ class Answers:
         """Yield references as they complete, all that are complete at a time: the work is not quadratic in them.
 
         Raises:
-            WorkerTimeoutError: `late` tells of those that are not there in time.
+            WorkerTimeoutError: `late` names those that are late.
             WorkerDiedError: a group's process died, or the runtime was stopped, meanwhile.
         """
         deadline, watched, pending = time.monotonic() + timeout_s, self.watched(), references

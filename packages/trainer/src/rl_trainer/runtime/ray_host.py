@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rl_trainer.runtime.base import WorkerContext
-from rl_trainer.runtime.heartbeat import Whereabouts, description_of, on_machine_of
+from rl_trainer.runtime.heartbeat import WorkerLocation, description_of, on_machine_of
 from rl_trainer.runtime.network import free_address
 from rl_trainer.runtime.processes import enable_stack_dumps, end_sessions, quiet_libraries, unblock_sigterm
 from rl_trainer.runtime.tracing import name_process, span
@@ -57,12 +57,12 @@ class Host:
         name_process(f"{type(self).__name__} {rank}, process {os.getpid()}")  # the runtime makes a class per pool
         quiet_libraries()
 
-    def whereabouts(self) -> Whereabouts:
+    def location(self) -> WorkerLocation:
         """Location of this process."""
         files = {Path(f"/proc/self/fd/{fd}").readlink() for fd in (1, 2)}
         logs = tuple(sorted(str(file) for file in files if file.is_file()))
         context = ray.get_runtime_context()
-        return Whereabouts(
+        return WorkerLocation(
             node_id=context.get_node_id(),
             node_address=ray.util.get_node_ip_address(),
             devices=tuple(context.get_accelerator_ids().get("GPU", ())),
@@ -115,7 +115,7 @@ class Host:
         finally:
             del self.in_flight[number]
 
-    def call_beside(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_urgent(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a worker's urgent method on another thread, in parallel with the call in flight."""
         return getattr(self.workers[name], method)(*args, **kwargs)
 
@@ -147,7 +147,7 @@ def reason_of(error: RayTaskError) -> Exception:
     return error.cause
 
 
-def last_lines(where: Whereabouts | None) -> str:
+def last_lines(where: WorkerLocation | None) -> str:
     """Last lines of a process's output, dead or alive, on any node."""
     if where is None:
         return "it had written nothing yet"
@@ -158,7 +158,7 @@ def last_lines(where: Whereabouts | None) -> str:
     return f"the last lines of process {where.pid}:\n{text}" if text else f"process {where.pid} wrote nothing"
 
 
-def last_seen(late: Sequence[Whereabouts | None]) -> str:
+def last_seen(late: Sequence[WorkerLocation | None]) -> str:
     """Error text about processes that did not answer in time: state, stacks, last lines."""
     return "; ".join(f"{description_of(where)}\n{last_lines(where)}" for where in late)
 

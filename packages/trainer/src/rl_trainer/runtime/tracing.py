@@ -105,15 +105,15 @@ def trace_requests(server: Any) -> None:
 
     async def traced(request: Any) -> Any:
         start_ns = time.monotonic_ns()
-        told: dict[str, Any] = {"prompt_tokens": len(request.prompt_token_ids)}
+        attributes: dict[str, Any] = {"prompt_tokens": len(request.prompt_token_ids)}
         try:
             output = await generate(request)
-            told |= {"completion_tokens": len(output.token_ids), "finish_reason": str(output.finish_reason)}
+            attributes |= {"completion_tokens": len(output.token_ids), "finish_reason": str(output.finish_reason)}
         except BaseException as error:
-            told["error"] = f"{type(error).__name__}: {error}"[:400]
+            attributes["error"] = f"{type(error).__name__}: {error}"[:400]
             raise
         finally:
-            writer.span("request", start_ns, told, request=request.request_id)
+            writer.span("request", start_ns, attributes, request=request.request_id)
         return output
 
     server.generate = traced

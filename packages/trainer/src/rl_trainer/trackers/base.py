@@ -1,6 +1,6 @@
 """Tracker interface: where a run's metrics go. One of your own is a subclass, named by `tracking.trackers`.
 
-One that fails is told once and left out from there on; metrics.jsonl goes on regardless.
+One that fails is reported once and left out from there on; metrics.jsonl goes on regardless.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TrackerGroup:
                 if not is_foreign(error):
                     raise
                 del self._trackers[name]
-                self._tell(name, f"failed at step {record.step} and is left out from here on", error)
+                self._report(name, f"failed at step {record.step} and is left out from here on", error)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Set the summary of a run that ended well, which the trackers get when they are closed."""
@@ -114,10 +114,10 @@ class TrackerGroup:
             except BaseException as error:  # as in log
                 if not is_foreign(error):
                     raise
-                self._tell(name, "could not be closed", error)
+                self._report(name, "could not be closed", error)
         self._trackers.clear()
 
-    def _tell(self, name: str, what: str, error: BaseException) -> None:
+    def _report(self, name: str, what: str, error: BaseException) -> None:
         self._run.console.print(
             f"tracker {name!r} {what}: {described(error)}; all numbers are in metrics.jsonl",
             markup=False,

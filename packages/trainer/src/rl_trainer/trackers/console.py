@@ -145,12 +145,12 @@ def status(console: Console, doing: str) -> Generator[Callable[[str], None]]:
         console.print(doing, highlight=False)
     with console.status(doing) as shown, progress_lines(console, lambda: f"{now}, {time.monotonic() - start:.0f} s"):
 
-        def tell(what: str) -> None:
+        def show(what: str) -> None:
             nonlocal now
             now = what
             shown.update(what)
 
-        yield tell
+        yield show
 
 
 def line_of(record: StepRecord, num_steps: int, held_out: str) -> str:

@@ -664,7 +664,7 @@ def with_context(row: Row, context: str) -> Row:
     values = {**(row.get("extra_info") or {}), "data_source": row["data_source"]}
     values |= {"ground_truth": row["reward_model"].get("ground_truth")}
     try:
-        told = context.format_map(values)
+        text = context.format_map(values)
     except (KeyError, ValueError, IndexError) as error:
         raise DataError(
             f"teacher.context={context!r} cannot be filled for a row of {row['data_source']!r}, which has "
@@ -672,7 +672,7 @@ def with_context(row: Row, context: str) -> Row:
         ) from error
     if not isinstance(last["content"], str):
         raise DataError(f"teacher.context goes below a message of text, and one of {row['data_source']!r} has parts")
-    return {**row, "prompt": [*before, {**last, "content": f"{last['content']}\n\n{told}"}]}
+    return {**row, "prompt": [*before, {**last, "content": f"{last['content']}\n\n{text}"}]}
 
 
 class ExpertAsking:

@@ -60,7 +60,7 @@ def to_columns(
     tokenizer's `num_known`, of several policies by name, are counted.
 
     Raises:
-        TrainerError: rewards have different parts, a server did not tell the experts of every token, or images and
+        TrainerError: rewards have different parts, a server did not report the experts of every token, or images and
             their places do not agree.
     """
     samples = [sample for _, group, _ in groups for sample in group]
@@ -155,11 +155,11 @@ def _images(
 
 def _experts(outputs: Sequence[AgentLoopOutput]) -> dict[str, torch.Tensor]:
     for output in outputs:
-        num_told = sum(map(bool, output.routed_experts))
+        num_reported = sum(map(bool, output.routed_experts))
         num_fed = len(output.prompt_token_ids) + len(output.completion_token_ids) - 1
-        if num_told < num_fed:
+        if num_reported < num_fed:
             raise TrainerError(
-                f"of a trajectory of {num_fed} tokens the server reported the experts of {num_told}, and "
+                f"of a trajectory of {num_fed} tokens the server reported the experts of {num_reported}, and "
                 "engine.router_replay needs them all; leave it out, or use a server that returns them"
             )
     return {EXPERTS[0]: _jagged([output.routed_experts for output in outputs], torch.int16)}

@@ -82,8 +82,8 @@ class RolloutWorker:
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._server.check_health()
             except (ServerLostError, TimeoutError) as error:
-                told = str(error) if isinstance(error, ServerLostError) else await self._end_hung_server()
-                first, _, lines = told.partition("\n")  # the reason comes last: the end of this output is told
+                reason = str(error) if isinstance(error, ServerLostError) else await self._end_hung_server()
+                first, _, lines = reason.partition("\n")  # the reason comes last: the end of this output is shown
                 print(f"{lines}\n{self._name} is gone: {first}", file=sys.stderr, flush=True)  # noqa: T201
                 os._exit(1)
 
@@ -94,7 +94,7 @@ class RolloutWorker:
             How it was found.
         """
         pid = self._address.pid
-        told = (
+        reason = (
             f"{self._address.url} gave no sign of life for heartbeat_s={self._heartbeat_s:g} s; {describe(pid, None)}"
         )
         with suppress(ProcessLookupError):
@@ -104,8 +104,8 @@ class RolloutWorker:
             if (group := os.getpgid(pid)) != os.getpgid(0):
                 os.killpg(group, signal.SIGKILL)
         if lines := getattr(self._server, "last_lines", ()):
-            told = "\n".join([f"{told}; its last lines:", *lines])
-        return told
+            reason = "\n".join([f"{reason}; its last lines:", *lines])
+        return reason
 
     def address(self) -> ServerAddress:
         """Address of the replica."""

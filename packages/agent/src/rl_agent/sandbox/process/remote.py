@@ -79,15 +79,15 @@ def _signature(target: Any) -> list[Any]:
     """Parameters of a function: name, kind, default in a list, annotation."""
     import inspect
 
-    def told(annotation: Any) -> Any:
+    def described(annotation: Any) -> Any:
         return [] if annotation is inspect.Parameter.empty else [getattr(annotation, "__name__", str(annotation))]
 
     signature = inspect.signature(target)
     parameters = [
-        [p.name, int(p.kind), [] if p.default is p.empty else [p.default], told(p.annotation)]
+        [p.name, int(p.kind), [] if p.default is p.empty else [p.default], described(p.annotation)]
         for p in signature.parameters.values()
     ]
-    return [parameters, told(signature.return_annotation)]
+    return [parameters, described(signature.return_annotation)]
 
 
 def _inspect(target: Any, name: str) -> Any:
@@ -367,14 +367,14 @@ def _copied(remote: Remote, operation: str) -> Any:
 def _signature_of(remote: Remote) -> Any:
     import inspect
 
-    parameters, told = _ask(remote, "signature")
+    parameters, returned = _ask(remote, "signature")
     empty: Any = inspect.Parameter.empty
     made = [
         inspect.Parameter(name, type(inspect.Parameter.VAR_KEYWORD)(kind), default=(default or [empty])[0],
                           annotation=(annotation or [empty])[0])
         for name, kind, default, annotation in parameters
     ]  # fmt: skip
-    return inspect.Signature(made, return_annotation=(told or [empty])[0])
+    return inspect.Signature(made, return_annotation=(returned or [empty])[0])
 
 
 def _plain(remote: Remote) -> Any:

@@ -402,15 +402,15 @@ class Codec:
             raise ValueError(f"{base} is not an exception")
         for number, name in reversed(own):
             if number not in self._remotes:
-                made = type(name, (kind,), {"__str__": _told, "__module__": "__main__"})
+                made = type(name, (kind,), {"__str__": _message, "__module__": "__main__"})
                 self._remotes[number] = made
                 self._ids[id(made)] = -1 - number
             kind = self._remotes[number]
         return kind
 
-    def decode_error(self, told: list[Any], made: list[Any]) -> BaseException:
+    def decode_error(self, encoded: list[Any], made: list[Any]) -> BaseException:
         """Decode an exception."""
-        (own, base), arguments, extra, text = told
+        (own, base), arguments, extra, text = encoded
         kind: Any = self._class(own, base)
         arguments = [self.decode(value, made) for value in arguments]
         try:
@@ -421,7 +421,7 @@ class Codec:
             error.args = tuple(arguments)
             for name, value in extra.items():
                 object.__setattr__(error, name, self.decode(value, made))
-            object.__setattr__(error, "_told", text)
+            object.__setattr__(error, "_message", text)
         return error
 
     @staticmethod
@@ -475,5 +475,5 @@ def _named_tuple(name: str, fields: list[str]) -> Any:
     return make(name, fields)
 
 
-def _told(error: BaseException) -> str:
-    return vars(error).get("_told") or BaseException.__str__(error)
+def _message(error: BaseException) -> str:
+    return vars(error).get("_message") or BaseException.__str__(error)

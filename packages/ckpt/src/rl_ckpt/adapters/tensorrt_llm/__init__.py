@@ -23,6 +23,6 @@ def update_message(**fields: Any) -> dict[str, Any]:
     """Body of POST `/update_weights`: the keyword arguments of `extension.Receiver.answer`.
 
     Without any, it asks whether the extension is there. The answer has status 200 in any case but a server without it:
-    failures are told by files, for of several workers the server would wait for the first that fails alone.
+    failures are reported in files: of several workers, the server would wait for the others of one that fails.
     """
     return {"weights": {MESSAGE: json.dumps(fields)}}

@@ -87,8 +87,8 @@ class Receiver:
                     self._take(version)
         except Exception as error:
             logger.exception("a sync of weights has failed")
-            told = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-            Path(folder, f"failed-{rank}").write_text(told)
+            message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+            Path(folder, f"failed-{rank}").write_text(message)
 
     def _take(self, version: int) -> None:
         try:

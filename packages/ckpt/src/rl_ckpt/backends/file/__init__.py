@@ -199,8 +199,8 @@ class FileSender(SourceSender):
         source.require_unchanged()  # large ones were written from where they are
         digest = model_digest(digests.items())
         with clock("wire_s"):
-            told = Manifest(version=version, digest=f"{digest:016x}", tensors=tuple(entries), base=base)
-            self._folder.publish(told)
+            manifest = Manifest(version=version, digest=f"{digest:016x}", tensors=tuple(entries), base=base)
+            self._folder.publish(manifest)
             if self._copy is not None:
                 self._copy.commit(version)
             self._num_differences = 0 if base is None else self._num_differences + 1

@@ -105,14 +105,14 @@ class FusedRowAttention(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        told, num_ranks = copy(config), pg_collection.cp.size()
+        te_config, num_ranks = copy(config), pg_collection.cp.size()
         if is_ring:
-            told.context_parallel_size = num_ranks
+            te_config.context_parallel_size = num_ranks
         else:
-            told.num_attention_heads //= num_ranks
-            told.num_query_groups //= num_ranks
+            te_config.num_attention_heads //= num_ranks
+            te_config.num_query_groups //= num_ranks
         kwargs["pg_collection"] = pg_collection
-        self._kernel: Any = transformer_engine.TEDotProductAttention(told, layer_number, *args, **kwargs)
+        self._kernel: Any = transformer_engine.TEDotProductAttention(te_config, layer_number, *args, **kwargs)
         if (window := windows[layer_number - 1]) is not None:
             self._kernel.window_size = (window - 1, 0)
 

@@ -200,10 +200,10 @@ class MegatronBackend(ModuleBackend):
         layout = self._layout
         assert layout is not None
         is_leader = layout.is_last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
-        told = world.exchange((layout.copy, is_leader))
-        leaders = {copy: rank for rank, (copy, leads) in enumerate(told) if leads}
+        by_rank = world.exchange((layout.copy, is_leader))
+        leaders = {copy: rank for rank, (copy, leads) in enumerate(by_rank) if leads}
         return ModelReplicas(
-            replica_of=tuple(copy for copy, _ in told), leaders=tuple(leaders[copy] for copy in sorted(leaders))
+            replica_of=tuple(copy for copy, _ in by_rank), leaders=tuple(leaders[copy] for copy in sorted(leaders))
         )
 
     def make_optimizer(self, scorer: Scorer, config: OptimizerConfig) -> DistributedAdamW:

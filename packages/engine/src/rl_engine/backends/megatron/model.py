@@ -282,8 +282,8 @@ def _fuse(layer: Any, arch: Architecture, *, is_sparse: bool, is_ring: bool) -> 
     else:
         attention.linear_q_proj = attention.linear_q_up_proj = attention.linear_kv_up_proj = column
     if arch.swiglu_limit is None:  # its sinks would be a parameter of another shape
-        told = {"windows": (*arch.windows, None), "is_ring": is_ring}
-        attention.core_attention = ModuleSpec(module=FusedRowAttention, params=told)
+        params = {"windows": (*arch.windows, None), "is_ring": is_ring}
+        attention.core_attention = ModuleSpec(module=FusedRowAttention, params=params)
     if not is_sparse:
         inner.linear_fc1, inner.linear_fc2 = column, row
         return
@@ -427,11 +427,11 @@ class StageModel(GPTModel):
             vp_stage=chunk if layout.vpp > 1 else None,
         )
         if arch.has_mtp and self.post_process:
-            told = copy(config)
-            told.mtp_num_layers = 1
+            mtp_config = copy(config)
+            mtp_config.mtp_num_layers = 1
             # megatron-core's schedules take an attribute `mtp` for a block of several
             self.ahead = MultiTokenPredictionLayer(
-                told, mtp_spec(arch, is_fused=is_fused), vp_stage=self.vp_stage, pg_collection=self.pg_collection
+                mtp_config, mtp_spec(arch, is_fused=is_fused), vp_stage=self.vp_stage, pg_collection=self.pg_collection
             )
             layer = getattr(self.ahead, _MTP_LAYER)
             delattr(self.ahead, _MTP_LAYER)

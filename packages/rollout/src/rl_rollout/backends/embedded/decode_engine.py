@@ -19,7 +19,7 @@ import torch
 
 from rl_rollout.backends.embedded.batch_state import BatchState
 from rl_rollout.backends.embedded.kv_cache import KVCache
-from rl_rollout.backends.embedded.model.cpu_decoder import MOST_STEPS, Drawn, generate
+from rl_rollout.backends.embedded.model.cpu_decoder import MOST_STEPS, SampledTokens, generate
 from rl_rollout.backends.embedded.model.cuda_graphs import MOST_REPLAYS, DecodeGraphs
 from rl_rollout.backends.embedded.model.model_runner import device_memory
 from rl_rollout.backends.embedded.model.sampler import stream_seed
@@ -168,7 +168,7 @@ class Engine:
             images: Prepared images by request id, of the prompts that have some.
             matchers: Matchers by request id, of the outputs that are structured.
         """
-        for request, told_every in requests:
+        for request, report_every in requests:
             if (adapter := request.adapter) is not None and adapter not in self.model.adapters.names:
                 self._events.append((request.request_id, _gone(request, self.model.adapters.names)))
                 continue
@@ -186,7 +186,7 @@ class Engine:
             seen = images.get(request.request_id) if images else None
             sequence = SequenceState(
                 request=request,
-                told_every=told_every,
+                report_every=report_every,
                 limit=limit,
                 seed=seed,
                 arrival=self._num_arrived,
@@ -356,10 +356,10 @@ class Engine:
         most_steps = 1 if native is None else MOST_STEPS
         if native is None and is_plain and self.steps.graphs is not None and not self._special.adapted:
             most_steps = MOST_REPLAYS
-        is_each_told = any(sequence.told_every == 1 for sequence in self._special.streaming)
+        reports_each = any(sequence.report_every == 1 for sequence in self._special.streaming)
         plan = self.scheduler.plan(
             lambda sequence: self.table.tokens_of(sequence.row),
-            1 if is_each_told else most_steps,
+            1 if reports_each else most_steps,
             partial(self._history.of, self.table) if self._history.most and self._special.take_drafts else None,
         )
         for sequence, drafted in plan.drafts.items():
@@ -391,17 +391,17 @@ class Engine:
         values = [s.row_values(ids, slot) for s, ids, slot in zip(admitted, stops, slots, strict=True)]
         self.table.add(first, values)
 
-    def _settle(self, drawn: np.ndarray, told: Drawn) -> None:
+    def _settle(self, drawn: np.ndarray, newest: SampledTokens) -> None:
         """After a step: report the new tokens of streams, and end the rows that have finished.
 
         Args:
             drawn: Row numbers.
-            told: Newest token of each.
+            newest: Newest token of each.
         """
         table = self.table
-        is_stopped = (told.ids[:, None] == table.stop_ids[drawn]).any(axis=1)
+        is_stopped = (newest.ids[:, None] == table.stop_ids[drawn]).any(axis=1)
         is_full = table.lengths_host[drawn] >= table.limits[drawn]
-        verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(told.logprobs)
+        verdict = is_stopped + 2 * is_full + 4 * ~np.isfinite(newest.logprobs)
         if self._special.streaming:
             place = dict(zip(drawn.tolist(), range(len(drawn)), strict=True))
             self._events.extend(new_chunks(self._special.streaming, table, verdict, place))

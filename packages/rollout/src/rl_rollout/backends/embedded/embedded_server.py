@@ -94,7 +94,7 @@ class EmbeddedServer(RolloutServer):
         self.engine = await asyncio.wrap_future(self.requests.thread.start())
         self.model = self.engine.model
         self._capabilities = Capabilities(
-            gives_routed_experts=self.model.experts.does_tell,
+            gives_routed_experts=self.model.experts.reports_choice,
             has_adapters=bool(self.model.adapters.max_adapters),
             takes_images=self.model.image_reader is not None,
             takes_videos=self.model.image_reader is not None and self.model.image_reader.takes_videos,
@@ -162,7 +162,7 @@ class EmbeddedServer(RolloutServer):
             self.requests.listeners[request.request_id] = on_progress
         future: asyncio.Future[TokenOutput] = self._loop.create_future()
         self.requests.futures[request.request_id] = future
-        self.requests.submit(request, seen, matcher, told_every=0 if on_progress is None else PROGRESS_TOKENS)
+        self.requests.submit(request, seen, matcher, report_every=0 if on_progress is None else PROGRESS_TOKENS)
         try:
             done, _ = await asyncio.wait([future], timeout=request.timeout_s)
             return future.result() if done else await self._cut(request, future)
@@ -188,10 +188,10 @@ class EmbeddedServer(RolloutServer):
         request, seen, matcher = await self._see(request)
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self.requests.streams[request.request_id] = queue
-        self.requests.submit(request, seen, matcher, told_every=1)
+        self.requests.submit(request, seen, matcher, report_every=1)
         # The deadline applies to every wait for a chunk, but not to the time that the caller takes over one.
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
-        num_told, is_over = 0, False
+        num_reported, is_over = 0, False
         try:
             while not is_over:
                 try:
@@ -207,8 +207,8 @@ class EmbeddedServer(RolloutServer):
                 is_over = not isinstance(event, TokenChunk)
                 if isinstance(event, Exception):
                     raise event
-                chunk = event if isinstance(event, TokenChunk) else last_chunk(event, num_told)
-                num_told += len(chunk.token_ids)
+                chunk = event if isinstance(event, TokenChunk) else last_chunk(event, num_reported)
+                num_reported += len(chunk.token_ids)
                 yield chunk
         except TimeoutError as error:
             if isinstance(error, RolloutError):

@@ -146,11 +146,11 @@ class EngineThread:
             except Exception as error:  # noqa: BLE001  raised by the caller's future
                 future.set_exception(error)
                 continue
-            self._tell(engine)  # events first: requests that a command ended have ended when it returns
+            self._report(engine)  # events first: requests that a command ended have ended when it returns
             future.set_result(result)
         return True
 
-    def _tell(self, engine: Engine) -> None:
+    def _report(self, engine: Engine) -> None:
         if events := engine.take_events():
             self._deliver(events)
 
@@ -164,7 +164,7 @@ class EngineThread:
                 failure = GenerationError(f"a decode step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 engine.fail(failure)
-        self._tell(engine)
+        self._report(engine)
         if self._drained and engine.is_drained:
             for future in self._drained:
                 future.set_result(None)

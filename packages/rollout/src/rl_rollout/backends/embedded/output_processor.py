@@ -48,7 +48,7 @@ def new_chunks(
     ids, logprobs, versions = (column.view(-1).index_select(0, where).tolist() for column in columns)
     ends = accumulate((len(due) for _, due in chunks), initial=0)
     for (sequence, due), (start, end) in zip(chunks, pairwise(ends), strict=True):
-        sequence.num_told += len(due)
+        sequence.num_reported += len(due)
         yield (
             sequence.request.request_id,
             TokenChunk(
@@ -81,9 +81,9 @@ def note_tokens(
     at, at_logits = len(plan.rows), 0
     for chunk, is_asked in zip(plan.chunks, asked, strict=True):
         count = chunk.count if is_asked else 0
-        told = logits[at_logits : at_logits + count] if count else None
+        logit_rows = logits[at_logits : at_logits + count] if count else None
         its_experts = None if experts is None else experts[at : at + chunk.count]
-        chunk.sequence.extras.note_tokens(chunk.start, told, its_experts)
+        chunk.sequence.extras.note_tokens(chunk.start, logit_rows, its_experts)
         at, at_logits = at + chunk.count, at_logits + count
     if experts is not None:
         place = dict(zip(plan.rows.tolist(), experts, strict=False))
@@ -93,11 +93,11 @@ def note_tokens(
                 sequence.extras.note_tokens(start, None, place[sequence.row][None])
 
 
-def last_chunk(output: TokenOutput, num_told: int) -> TokenChunk:
+def last_chunk(output: TokenOutput, num_reported: int) -> TokenChunk:
     """Last chunk of a stream: the tokens of its output that were not streamed yet."""
     return TokenChunk(
-        token_ids=output.token_ids[num_told:],
-        logprobs=output.logprobs[num_told:],
-        weight_versions=output.weight_versions[num_told:],
+        token_ids=output.token_ids[num_reported:],
+        logprobs=output.logprobs[num_reported:],
+        weight_versions=output.weight_versions[num_reported:],
         finish_reason=output.finish_reason,
     )

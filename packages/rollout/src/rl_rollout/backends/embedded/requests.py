@@ -52,12 +52,12 @@ class RequestsInFlight:
         return request_id in self.futures or request_id in self.streams
 
     def submit(
-        self, request: GenerateRequest, seen: ImagePrompt | None, matcher: Matcher | None, *, told_every: int
+        self, request: GenerateRequest, seen: ImagePrompt | None, matcher: Matcher | None, *, report_every: int
     ) -> None:
         """Queue a request for the engine."""
         if not self._outbox:
             self._loop.call_soon(self.flush)
-        self._outbox.append((request, told_every))
+        self._outbox.append((request, report_every))
         self._due[request.request_id] += 1
         if seen is not None:
             self._images[request.request_id] = seen

@@ -9,7 +9,7 @@ import torch
 
 from rl_csrc import sampling
 from rl_rollout.backends.embedded.grammar import restricted
-from rl_rollout.backends.embedded.model.cpu_decoder import Drawn
+from rl_rollout.backends.embedded.model.cpu_decoder import SampledTokens
 from rl_rollout.backends.embedded.model.model_runner import BatchBuilder, kept, offsets
 from rl_rollout.backends.embedded.model.paged_attention import PagedBatch
 from rl_rollout.backends.embedded.model.sampler import cut, shaped
@@ -60,7 +60,7 @@ class StepRunner:
         self.num_accepted = 0
         """Drafted tokens so far that were sampled too."""
 
-    def run(self, plan: Plan) -> tuple[np.ndarray, Drawn] | None:
+    def run(self, plan: Plan) -> tuple[np.ndarray, SampledTokens] | None:
         """Run the model over the planned tokens, and sample the sequences that get one.
 
         Returns:
@@ -113,7 +113,7 @@ class StepRunner:
         rows = torch.from_numpy(drawn).to(single.device) if others else single
         return drawn, self._draw(drawn, rows, logits[: len(drawn)])
 
-    def _replay(self, plan: Plan) -> tuple[np.ndarray, Drawn]:
+    def _replay(self, plan: Plan) -> tuple[np.ndarray, SampledTokens]:
         """Steps of decode tokens alone, by a CUDA graph that samples too; as many as no row is full before."""
         table, rows = self._table, plan.rows
         assert self.graphs is not None
@@ -127,7 +127,7 @@ class StepRunner:
         table.lengths_host[rows] += counts
         self.num_passes += steps
         newest = counts - 1, np.arange(len(rows))
-        return rows, Drawn(ids=ids[newest], logprobs=logprobs[newest])
+        return rows, SampledTokens(ids=ids[newest], logprobs=logprobs[newest])
 
     def _note_computed(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -158,7 +158,7 @@ class StepRunner:
             chunk.sequence.extras.note_tokens(0, None, self._model.experts.take())
             self._note_computed(chunk)
 
-    def _verify(self, plan: Plan, drawn: np.ndarray, logits: Tensor) -> Drawn:
+    def _verify(self, plan: Plan, drawn: np.ndarray, logits: Tensor) -> SampledTokens:
         """Sample after the newest token of rows `drawn` and after each drafted one, up to the first that differs.
 
         A token's random number depends on its position alone, so that the tokens are those of single steps.
@@ -204,7 +204,7 @@ class StepRunner:
         self.num_drafted += int(widths.sum()) - len(drawn)
         self.num_accepted += int(counts.sum()) - len(drawn)
         newest = np.arange(len(drawn)), counts - 1
-        return Drawn(ids=sampled[newest], logprobs=scores[newest])
+        return SampledTokens(ids=sampled[newest], logprobs=scores[newest])
 
     def _versions(self, which: Tensor | slice) -> Tensor | int:
         """Versions of the weights that these rows' tokens are sampled from: the model's, or each row's adapter's."""
@@ -212,7 +212,7 @@ class StepRunner:
             return self.weight_version
         return self._model.adapters.versions[self._table.adapters[which]]
 
-    def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> Drawn:
+    def _draw(self, drawn: np.ndarray, rows: Tensor, logits: Tensor) -> SampledTokens:
         """Sample the next token of rows `drawn` (`rows` on the device) from logits [B, V], and record it."""
         table, count = self._table, len(drawn)
         table.reserve(0, int(table.lengths_host[drawn].max()) + 1, 1)
@@ -245,12 +245,14 @@ class StepRunner:
         table.versions[rows, lengths] = self._versions(which)
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
-        told = Drawn(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # here the host waits for the step
+        newest = SampledTokens(
+            ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy()
+        )  # here the host waits for the step
         for at, matcher in structured:
-            matcher.advance(int(told.ids[at]))
+            matcher.advance(int(newest.ids[at]))
         for sequence in self._special.reading:
             if sequence.row in place:
                 its = place[sequence.row]
                 is_of_model = sequence.matcher is not None
                 sequence.extras.note_draw(scaled[its] if is_of_model else logits[its] / temperature[its])
-        return told
+        return newest

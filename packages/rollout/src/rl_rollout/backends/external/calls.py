@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_rollout.types import GenerateRequest, TokenChunk, TokenOutput
 
 
-class Flight:
+class InFlightRequest:
     """Request in flight.
 
     Args:
@@ -52,7 +52,7 @@ class EngineCalls(ABC):
 
     @abstractmethod
     async def post_generate(
-        self, request: GenerateRequest, images: PreparedImages | None, flight: Flight
+        self, request: GenerateRequest, images: PreparedImages | None, flight: InFlightRequest
     ) -> TokenOutput:
         """Generate at the server under `flight.upstream_id`. Image placeholders of the prompt are expanded.
 

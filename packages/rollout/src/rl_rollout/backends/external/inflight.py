@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rl_rollout.backends.external.calls import Flight
+from rl_rollout.backends.external.calls import InFlightRequest
 from rl_rollout.errors import GenerationError, RequestError, RequestTimeoutError, RolloutError, ServerLostError
 from rl_rollout.types import FinishReason, TokenChunk, TokenOutput
 from rl_rollout.validation import (
@@ -83,7 +83,7 @@ class Requests:
             preparer,
             calls,
         )
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, InFlightRequest] = {}
         self._left: set[asyncio.Task[None]] = set()
         """Tasks that abort requests whose callers have left."""
         self._may_send = asyncio.Event()
@@ -123,7 +123,7 @@ class Requests:
         self, request: GenerateRequest, on_progress: Callable[[TokenChunk], None] | None = None
     ) -> TokenOutput:
         """Generate once the gate is open, up to the deadline; a cancelled call aborts the request at the server too."""
-        flight = self._flights[request.request_id] = Flight(request, on_progress)
+        flight = self._flights[request.request_id] = InFlightRequest(request, on_progress)
         deadline = None
         if request.timeout_s is not None:
             deadline = asyncio.get_running_loop().time() + request.timeout_s
@@ -135,7 +135,7 @@ class Requests:
                         return TokenOutput.empty(request)
             except TimeoutError as error:
                 raise self._late(request) from error
-            if deadline is None:  # the server's counts from here: what waits in its queue cannot be told from here
+            if deadline is None:  # the server's counts from here: what waits in its queue is unknown here
                 deadline = asyncio.get_running_loop().time() + self.timeout_s
             flight.is_sent = True
             try:
@@ -199,7 +199,7 @@ class Requests:
             task.cancel()
 
     async def _generate_until(
-        self, deadline: float, request: GenerateRequest, images: PreparedImages | None, flight: Flight
+        self, deadline: float, request: GenerateRequest, images: PreparedImages | None, flight: InFlightRequest
     ) -> TokenOutput:
         """Generate; at the deadline the request is aborted, and its tokens are returned with the reason `timeout`."""
         work = asyncio.ensure_future(self._calls.post_generate(request, images, flight))
@@ -227,7 +227,7 @@ class Requests:
             f"{self._upstream.where}; raise it, or ask for less at a time"
         )
 
-    def _leave(self, flight: Flight) -> None:
+    def _leave(self, flight: InFlightRequest) -> None:
         """Abort a request at the server too: SGLang notices a closed connection only after seconds."""
         if flight.is_sent:
             task = asyncio.create_task(self._abort_left(flight.upstream_id))
@@ -252,7 +252,7 @@ class Requests:
         self._check_prompt(request)  # it is longer now
         return request, images
 
-    async def _wait_for_gate(self, flight: Flight) -> bool:
+    async def _wait_for_gate(self, flight: InFlightRequest) -> bool:
         """Wait while the gate is closed; returns False if the request was aborted before it was sent."""
         if not self._may_send.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (self._may_send, flight.aborted)]

@@ -95,5 +95,5 @@ class Lifecycle:
 
     async def _end_without_workers(self) -> None:
         """End the server, and with it every request in flight, once one of its worker processes is gone."""
-        while not self._process.end_without_workers():  # noqa: ASYNC110  nothing tells of the end of a grandchild
+        while not self._process.end_without_workers():  # noqa: ASYNC110  there is no event for the end of a grandchild
             await asyncio.sleep(WORKERS_S)

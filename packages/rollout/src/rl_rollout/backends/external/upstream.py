@@ -119,7 +119,7 @@ class Upstream:
         """Send a POST whose response is a stream of server-sent events; yields their JSON objects as they come.
 
         Raises:
-            RequestError, GenerationError, ServerLostError: as `call`; also where an event tells of the failure.
+            RequestError, GenerationError, ServerLostError: as `call`; also where an event reports the failure.
         """
         try:
             async with self.request("POST", path, body) as response:
@@ -188,7 +188,7 @@ def decode(text: str) -> dict[str, Any]:
 def error_text(text: str) -> str:
     """Message of an error response, whatever its format."""
     found: Mapping[str, Any] = decode(text)
-    told = found.get("error", found.get("detail", found.get("message")))
-    if isinstance(told, dict):
-        told = told.get("message")
-    return str(told or text)[:1000]
+    message = found.get("error", found.get("detail", found.get("message")))
+    if isinstance(message, dict):
+        message = message.get("message")
+    return str(message or text)[:1000]

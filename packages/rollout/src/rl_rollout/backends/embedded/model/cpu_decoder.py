@@ -196,7 +196,7 @@ MOST_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class SampledTokens:
     """Sampled tokens of a step: the newest token of each of B rows, on the host."""
 
     ids: np.ndarray
@@ -212,7 +212,7 @@ def generate(
     plan: Plan,
     weight_version: int,
     interrupt: Tensor | None,
-) -> Drawn:
+) -> SampledTokens:
     """Run up to `plan.steps` decode steps of all rows in one native call, and update the batch state.
 
     Args:
@@ -247,4 +247,4 @@ def generate(
     table.lengths_host[:count] += counts.numpy()
     table.computed[:count] += counts.numpy()
     last = (counts - 1)[:, None]
-    return Drawn(ids=ids.gather(1, last)[:, 0].numpy(), logprobs=scored.gather(1, last)[:, 0].numpy())
+    return SampledTokens(ids=ids.gather(1, last)[:, 0].numpy(), logprobs=scored.gather(1, last)[:, 0].numpy())

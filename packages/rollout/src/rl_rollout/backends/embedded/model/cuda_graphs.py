@@ -139,8 +139,8 @@ class DecodeGraphs:
         if version != self._version_now:
             self._version.fill_(version)
             self._version_now = version
-        told = [self._replay(rows, num_columns, draws=True)[:, : len(rows)].clone() for _ in range(steps)]
-        drawn = torch.stack(told).cpu().numpy()  # here the host waits
+        outputs = [self._replay(rows, num_columns, draws=True)[:, : len(rows)].clone() for _ in range(steps)]
+        drawn = torch.stack(outputs).cpu().numpy()  # here the host waits
         return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)
 
     def logits(self, rows: np.ndarray, num_columns: int) -> Tensor:

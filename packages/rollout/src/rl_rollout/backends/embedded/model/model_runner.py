@@ -315,7 +315,7 @@ def _probe(module: Any, device: torch.device, num_layers: int, path: str, expert
     experts.is_on = True
     module(input_ids=zero, position_ids=zero, use_cache=False, rl_batch=probe)
     experts.is_on = False
-    experts.does_tell = experts.take() is not None
+    experts.reports_choice = experts.take() is not None
     if sorted([*probe.shapes, *probe.states]) != list(range(num_layers)):
         raise ModelFolderError(
             f"model folder {path!r}: {type(module).__name__} has {num_layers} layers and "

@@ -103,7 +103,7 @@ class AdapterStore:
         served = self._served.get(adapter)
         if key == "removed":
             if served is None:
-                raise WeightUpdateError(f"there is no adapter {adapter!r} to remove; {self._told()}")
+                raise WeightUpdateError(f"there is no adapter {adapter!r} to remove; {self._listing()}")
             self._removed.add(adapter)
             return
         staged = self._staged.setdefault(adapter, _Adapter(scaling=None if served is None else served.scaling))
@@ -133,7 +133,7 @@ class AdapterStore:
         if num > self.max_adapters:
             new = ", ".join(sorted(self._staged.keys() - self._served.keys()))
             raise WeightUpdateError(
-                f"there is no adapter {new!r}, and there would be {num} with it; {self._told()}, and at most "
+                f"there is no adapter {new!r}, and there would be {num} with it; {self._listing()}, and at most "
                 f"{self.max_adapters} are served: remove one, or start the server with the option max_adapters={num}"
             )
         for adapter, staged in self._staged.items():
@@ -146,7 +146,7 @@ class AdapterStore:
                 )
             if not staged.tensors or staged.scaling is None:
                 what = "no tensor" if staged.scaling is not None else f"no {UPDATE_PREFIX}{adapter}.scaling"
-                raise WeightUpdateError(f"adapter {adapter!r} is new, and {what} arrived; {self._told()}")
+                raise WeightUpdateError(f"adapter {adapter!r} is new, and {what} arrived; {self._listing()}")
 
     def swap(self, version: int, *, has_base: bool) -> set[str]:
         """Serve the staged adapters; the names of those that changed or are gone.
@@ -168,7 +168,7 @@ class AdapterStore:
         self.begin()
         return changed
 
-    def _told(self) -> str:
+    def _listing(self) -> str:
         return f"loaded are: {', '.join(self.names) or 'none'}"
 
     def _install(self, name: str, adapter: _Adapter) -> None:

@@ -45,8 +45,8 @@ class Extras:
             first = len(self.prompt_logprobs)
             following = self.request.prompt_token_ids[first + 1 : start + logits.shape[0] + 1]
             index = torch.tensor(following, dtype=torch.int64, device=logits.device)
-            told = logits[first - start :][: len(following)].log_softmax(dim=-1)
-            self.prompt_logprobs += tuple(told.gather(-1, index[:, None])[:, 0].tolist())
+            logprobs = logits[first - start :][: len(following)].log_softmax(dim=-1)
+            self.prompt_logprobs += tuple(logprobs.gather(-1, index[:, None])[:, 0].tolist())
         if experts is not None and self.request.returns_routed_experts:
             self.experts.extend(experts[len(self.experts) - start :].tolist())
 
@@ -80,7 +80,7 @@ class ExpertRecorder:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.is_on = False
-        self.does_tell = False
+        self.reports_choice = False
         """Whether the model has routers, and all of them return their choice; determined when it is loaded."""
         self._found: list[Tensor] = []
         routers = [each for each in module.modules() if "Router" in type(each).__name__]
@@ -105,7 +105,7 @@ class SequenceState:
     """State of one request, in addition to its row of the batch state."""
 
     request: GenerateRequest
-    told_every: int
+    report_every: int
     """New tokens per streamed chunk: 1 streams every token, 0 nothing before the end."""
     limit: int
     """Length of prompt and completion at which it ends, tokens."""
@@ -121,7 +121,7 @@ class SequenceState:
     """Key of its prefix in the cache: number of weight updates, adapter, images."""
     blocks: list[int] = field(default_factory=list[int])
     """Blocks of the cache that it holds, in the order of positions."""
-    num_told: int = 0
+    num_reported: int = 0
     """Completion tokens that were streamed."""
     row: int = -1
     """Row in the batch; -1 while it waits."""
@@ -156,9 +156,9 @@ class SequenceState:
         Unless every token is streamed, the newest is held back: a request that is resumed elsewhere from its chunks
         then never continues behind a token at which it would have stopped.
         """
-        start = len(self.request.prompt_token_ids) + self.num_told
-        end = length if self.told_every == 1 else length - 1
-        return range(start, end) if end - start >= self.told_every else range(0)
+        start = len(self.request.prompt_token_ids) + self.num_reported
+        end = length if self.report_every == 1 else length - 1
+        return range(start, end) if end - start >= self.report_every else range(0)
 
     @property
     def completion_start(self) -> int:
@@ -252,7 +252,7 @@ class SpecialSequences:
 
     def add(self, admitted: Sequence[SequenceState]) -> None:
         """Sort sequences that have entered the batch."""
-        self.streaming.update(s for s in admitted if s.told_every)
+        self.streaming.update(s for s in admitted if s.report_every)
         self.truncating.update(s for s in admitted if s.truncates)
         self.greedy.update(s for s in admitted if s.request.sampling_params.temperature == 0)
         self.adapted.update(s for s in admitted if s.request.adapter is not None)
