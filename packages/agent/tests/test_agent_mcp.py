@@ -157,11 +157,13 @@ def test_what_a_servers_tools_do_ends_no_run(reach):
 
     async def main():
         tools = await connect_mcp(reach[0], timeout_s=60)
+        for tool in tools:
+            tool.timeout_s = 1 if tool.name == "hang" else 60
 
         def loop_of(name):
             turns = iter([call(name, **({"a": 1, "b": 2} if name == "add" else {})), "well"])
             model = FakeGenerator(lambda _: [*TOKENIZER.encode(next(turns)), 1])
-            return ToolLoop(model, TOKENIZER, tools=tools, tool_timeout_s=5)
+            return ToolLoop(model, TOKENIZER, tools=tools)
 
         rows = [{"agent_name": name, "prompt": [{"role": "user", "content": "go"}]} for name in names]
         runner = AgentRunner(loop_of, timeout_s=60, max_attempts=1, max_concurrent=1)  # the last kill the server
@@ -179,7 +181,7 @@ def test_what_a_servers_tools_do_ends_no_run(reach):
         assert "\ufffd" in told["lone"] or "error: " in told["lone"]
     assert "[[[[" in told["deep"]
     assert "characters are too many" in told["big"]
-    assert "did not answer within 5 s" in told["hang"]
+    assert "did not answer within 1 s" in told["hang"]
     assert "error: " in told["leave"] or "is gone" in told["leave"]
     assert "tool\n3<|im_end|>" in told["add"], "a call that hangs does not hold up the next"
     assert all(text.encode() for text in told.values())

@@ -224,6 +224,7 @@ def test_rows_held_out_are_not_in_training(doors):
         assert train != create_environments(name).rows(seed=2, num_train=50, num_eval=5)[0]
 
 
+@pytest.mark.process  # the import of its tasks takes a second
 def test_reasoning_gym_is_asked_by_name():
     server = FakeGenerator(lambda _: [*TOKENIZER.encode("<answer>7</answer>"), 1])
     loop = ReasoningGymLoop(server, TOKENIZER, environment="reasoning_gym:chain_sum")

@@ -24,19 +24,11 @@ else:  # this folder is the path of the process that it is started in
     import surroundings
     import values
 
-_HELPERS = {
-    "isclose": "math",
-    "deepcopy": "copy",
-    "Counter": "collections",
-    "OrderedDict": "collections",
-    "defaultdict": "collections",
-    "deque": "collections",
-    "namedtuple": "collections",
-    "Decimal": "decimal",
-    "Fraction": "fractions",
-    "datetime": "datetime",
-    "timedelta": "datetime",
-}
+_HELPERS = (
+    {"isclose": "math", "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions"}
+    | dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections")
+    | dict.fromkeys(("datetime", "timedelta"), "datetime")
+)
 """Helpers with which tests build or compare values, often without importing them, and their modules."""
 _READS = ("len", "iter", "next", "bool", "hash", "item")
 _SHOWN = ("str", "repr", "format")
