@@ -150,6 +150,20 @@ def attended(packed, inputs, window):
     return out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)
 
 
+@pytest.mark.parametrize(("prompt", "times"), [(20, 1), (200, 2)])
+def test_large_copies_of_keys_alone_are_made_again(prompt, times):
+    """Keys of 8 rows that share a prompt: 248 for 84 tokens, or 1,680 for 264, with 2 of 6 heads."""
+    packed = packed_of([[5] * prompt] * 8, [[row + 10] * 8 for row in range(8)])
+    shapes = [(packed.num_valid, heads, 8) for heads in (6, 2, 2)]
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_() for shape in shapes]
+    layout = row_layout(packed.lengths, CPU, shared=packed.shared)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        out, _ = packed_attention(None, *to_heads(inputs), None, **{LAYOUT_KWARG: layout})
+        out.sum().backward()
+    copies = [event for event in seen.events() if event.name == "_RepeatRows"]
+    assert len(copies) == 2 * times  # of keys and of values
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_flash_kernel_is_given_segments_and_their_keys(monkeypatch, window):
     packed, draw = packed_of(*GROUPS), torch.Generator().manual_seed(0)

@@ -33,6 +33,7 @@ from rl_engine.layers.logprobs import LinearHead
 from rl_engine.layers.moe import check_aux
 from rl_engine.layers.mtp import MtpLayer
 from rl_engine.layers.multimodal import ImageInputs, vision_tower
+from rl_engine.layers.onednn_linear import use_onednn
 from rl_engine.layers.packed_attention import SequenceGroup, check_heads
 from rl_engine.layers.row_adapters import RowAdapters
 from rl_engine.model.activations import treat_parts
@@ -222,8 +223,9 @@ def _scorer_of(
             scorer.mtp = MtpLayer(model, Path(config.model_path))
     else:
         scorer = ValueScorer(model, is_compiled=config.torch_compile)
-    if not config.torch_compile:  # which fuses norms itself
+    if not config.torch_compile:  # which fuses norms itself, and differentiates products
         fuse_norms(model)
+        use_onednn(model)
     if config.activation_checkpointing:
         _recompute_layers(model)
     treat_parts(scorer.layers(), config)

@@ -11,7 +11,7 @@ Legend: `T` tokens, `B` rows of a block, `L` its width, `H` query heads, `K` key
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,10 @@ ATTENTION_NAME = "rl_engine_packed"
 LAYOUT_KWARG = "rl_engine_rows"  # travels from the model's call down to the attention function
 _EXPLICIT_WIDTH = 96  # at or below it, materialised scores beat SDPA's blocked kernel on a CPU
 _SLACK = 1.34  # longest over shortest row of one block
-_MANY_KEYS = 2.0  # per token fed; where rows share so much, keys are copied again in the backward pass and not kept
+_MANY_KEYS = 2.0  # times the queries' size; larger copies of shared keys are made again in the backward pass, not kept
 _SMALL_BLOCK = 256  # tokens; a block below it grows whatever the lengths
+Masks = dict[tuple[Any, ...], Tensor]
+"""Causal masks (H / K * queries, keys), by queries, keys and window of a block, H / K and dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class RowLayout:
     """Token index of each key, where rows share tokens; None: a row's keys are its tokens."""
     sequence_group: SequenceGroup | None = None
     """The ranks among which the tokens are cut; None: all are here."""
+    masks: Masks = field(default_factory=Masks)
+    """Masks of the blocks whose scores are written out; the first layer that needs one makes it."""
 
 
 def row_layout(
@@ -168,15 +172,15 @@ def packed_attention(
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     sequence_group = layout.sequence_group
     if sequence_group is None:
-        options = Options(scale, dropout, sliding_window, softcap, s_aux)
-        num_keys = 0 if layout.keys is None else len(layout.keys.index)
-        if num_keys > _MANY_KEYS * len(q) and torch.is_grad_enabled():
+        options = Options(scale, dropout, sliding_window, softcap, s_aux, layout.masks)
+        size = 0 if layout.keys is None else len(layout.keys.index) * k[0].numel()
+        if size > _MANY_KEYS * q.numel() and torch.is_grad_enabled():
             again: Any = {"use_reentrant": False, "preserve_rng_state": False}
             return checkpoint(attend, q, k, v, layout, options, **again)[None].contiguous(), None
         return attend(q, k, v, layout, options)[None].contiguous(), None
     sinks = None if s_aux is None else sequence_group.own_heads(s_aux)
     q, k, v = (sequence_group.to_heads(part) for part in (q, k, v))
-    out = attend(q, k, v, layout, Options(scale, dropout, sliding_window, softcap, sinks))
+    out = attend(q, k, v, layout, Options(scale, dropout, sliding_window, softcap, sinks, layout.masks))
     return sequence_group.to_tokens(out)[None].contiguous(), None
 
 
@@ -202,6 +206,8 @@ class Options:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    masks: Masks = field(default_factory=Masks)
+    """The layout's."""
 
 
 def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -273,7 +279,10 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     groups, num_keys = heads // k.shape[1], k.shape[2]
     q = q.reshape(-1, groups * width, size)
     k, v = k.reshape(-1, num_keys, size), v.reshape(-1, num_keys, v.shape[-1])
-    hidden = _hidden(width, num_keys, options.window, q).repeat(groups, 1)
+    kind = width, num_keys, options.window, groups, q.dtype
+    hidden = options.masks.get(kind)
+    if hidden is None:
+        hidden = options.masks[kind] = _hidden(width, num_keys, options.window, q).repeat(groups, 1)
     if options.softcap is None:
         scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=options.scale)
     else:
