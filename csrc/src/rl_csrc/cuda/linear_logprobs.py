@@ -170,7 +170,7 @@ def linear_logprobs_backward(
     those are not too many. The gradient of the weight is then one product, and only that of hidden sums over blocks.
     """
     num, vocab = labels.shape[0], weight.shape[0]
-    if ignore_index is not None:  # a NaN beside an ignored label must not reach the gradient of the weight
+    if ignore_index is not None:  # a NaN next to an ignored label must not reach the gradient of the weight
         hidden = hidden.masked_fill((labels == ignore_index)[:, None], 0)
     height, width = _block_shape(hidden, vocab, chunk_rows, batch_invariant)
     row_blocks, column_blocks = _blocks(num, height), _blocks(vocab, width)

@@ -174,7 +174,7 @@ def linear_logprobs(
     valid = _valid_labels(labels, ignore_index)
     safe = torch.where(valid[:, None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device))
     return logprobs(
-        _logits(safe, weight, bias),  # a NaN beside an ignored label must not reach the weight's gradient
+        _logits(safe, weight, bias),  # a NaN next to an ignored label must not reach the weight's gradient
         labels,
         temperature=temperature,
         entropy=entropy,

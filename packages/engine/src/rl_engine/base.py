@@ -49,7 +49,7 @@ class Engine(ABC):
 
     Batch columns: `prompt_token_ids` and `completion_token_ids` (ragged int64; a row needs at least one of each) and
     `loss_mask` (ragged, aligned with the completion). Rows with the same `pair_id` ((B,) int64, optional) are never cut
-    apart; with `is_chosen` ((B,) bool) beside it, they are a pair, one chosen and one not. `routed_experts` (ragged,
+    apart; with `is_chosen` ((B,) bool) next to it, they are a pair, one chosen and one not. `routed_experts` (ragged,
     one (layers, experts of a token) whole-number entry for each token of the row but the last, layers without experts
     left out) says which experts a mixture takes for each token, as a server did. `candidate_token_ids` (ragged, K token
     ids for each completion token) are scored in its place for the loss function. `pixel_values` (ragged, (patches,

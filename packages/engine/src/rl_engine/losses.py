@@ -2,7 +2,7 @@
 
 Legend: `C` completion tokens of the micro-batch, `B` its rows, `P` its pairs.
 
-Preference losses take two rows per pair, told apart by `is_chosen` ((B,) bool) and held together by `pair_id`.
+Preference losses take two rows per pair, distinguished by `is_chosen` ((B,) bool) and held together by `pair_id`.
 """
 
 from __future__ import annotations

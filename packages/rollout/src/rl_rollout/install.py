@@ -45,7 +45,7 @@ def commands(
     requirement = REQUIREMENTS.get((server, device))
     if requirement is None:
         raise ConfigError(
-            f"there is no package of {server} for {device}: build it from its sources, and install rl-ckpt beside it"
+            f"there is no package of {server} for {device}: build it from its sources, and install rl-ckpt next to it"
         )
     python = str(folder / "bin" / "python")
     install = [uv, "pip", "install", "--python", python, "--no-sources", "--overrides", str(overrides)]

@@ -50,7 +50,7 @@ class ChildProcess(Subprocess):
 
     Args:
         command: Command to run, in a session of its own: a Ctrl-C in this terminal goes to this process alone.
-        environment: Environment variables beside those of this process.
+        environment: Environment variables in addition to those of this process.
         name: Name of the process in errors.
         workers: Beginning of the titles of those processes of its session that it cannot do without; empty: none.
         on_line: Called in the reading thread with every line of output; True keeps the line out of `last_lines`.

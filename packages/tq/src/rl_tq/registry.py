@@ -42,7 +42,7 @@ def serve(
         snapshot: A directory that `TransferQueue.snapshot` wrote, as initial state; it is copied. None: empty.
         token: Secret that clients must prove to have (`tcp`, `zmq`, `nixl`). None: that of the variable RL_TQ_TOKEN;
             on loopback, where there is none either, a new one is made and the variable set for child processes.
-        also: More addresses of the same queue (`tcp`, `zmq`, `inproc`; beside `shm`, `file`, `tcp`, `zmq` or
+        also: More addresses of the same queue (`tcp`, `zmq`, `inproc`; in addition to `shm`, `file`, `tcp`, `zmq` or
             `inproc`): the client's `addresses` lists all of them.
 
     Raises:

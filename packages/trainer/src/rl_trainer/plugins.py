@@ -283,7 +283,7 @@ def _load_file(file: Path):  # noqa: ANN202 - a module
     assert spec.loader is not None, "it is a file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
-    sys.path.append(str(file.resolve().parent))  # what lies beside it can be imported
+    sys.path.append(str(file.resolve().parent))  # files next to it can be imported
     spec.loader.exec_module(module)
     return module
 

@@ -168,7 +168,7 @@ def _train(config: Config, datasets: Datasets, run: _Run) -> dict[str, Any]:
             return found | {"interrupted": run.stop.is_set(), "restarts": num_restarts}
         except WorkerDiedError as error:
             if num_restarts == config.max_restarts or run.stop.is_set() or not run.progress.has_begun:
-                raise  # what dies before anything was measured has a reason that another start does not mend
+                raise  # what dies before anything was measured has a reason that another start does not cure
             num_restarts += 1
             config, datasets = _again(config, run)
             since = "the start" if config.resume_from is None else Path(config.resume_from).name

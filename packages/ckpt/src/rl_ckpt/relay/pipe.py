@@ -1,6 +1,6 @@
 """`RelayPipe`: connects a relay's receiver to its sender; verified bytes become available for sending at once.
 
-One thread receives and notifies, another sends. Each waits for the other by a waker beside its own sockets.
+One thread receives and notifies, another sends. Each waits for the other by a waker next to its own sockets.
 `Forwarding` is one version on its way through a pipe.
 """
 

@@ -77,7 +77,7 @@ class DigestShare:
             own = cut[first : first + chunk]
             padded[: len(own), rows.start : rows.start + own.shape[1]].copy_(own)
             self.add_run(content[: len(own) * rows.num_bytes], (rows.first + first) * rows.num_bytes, num_bytes)
-        for leaf, total in _zeros_beside(box, self.shape, part.element_size()).items():
+        for leaf, total in _digest_of_zeros(box, self.shape, part.element_size()).items():
             self.sums[leaf] = (self.sums[leaf] - total) & _MASK
 
     def add_run(self, content: Tensor | memoryview, position: int, num_bytes: int) -> None:
@@ -170,7 +170,7 @@ def _rows_of(box: Box, shape: Sequence[int], size: int) -> _Rows | None:
 
 
 @lru_cache(maxsize=256)
-def _zeros_beside(box: Box, shape: tuple[int, ...], size: int) -> dict[int, int]:
+def _digest_of_zeros(box: Box, shape: tuple[int, ...], size: int) -> dict[int, int]:
     """Digest, by leaf, of the zeros around the box that `_add_rows` counts. Cached, as layers are alike."""
     rows = _rows_of(box, shape, size)
     assert rows is not None, "it was asked for rows"

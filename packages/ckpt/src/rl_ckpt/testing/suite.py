@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 LARGE = 3 << 20
 """Bytes of a tensor that streams carry from where it is."""
-TOLD = 7
+REFUSED_STATUS = 7
 """Exit status of a child that got the expected error."""
 
 
@@ -73,7 +73,7 @@ class SessionSuite(Suite):
                 child = os.fork()
                 if not child:
                     _use_as_a_child(sender, receiver)
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == TOLD  # noqa: ASYNC222  # it has an alarm
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == REFUSED_STATUS  # noqa: ASYNC222  # it has an alarm
             for end in (sender, receiver):
                 refusal(TypeError, lambda end=end: pickle.dumps(end))
 
@@ -319,7 +319,7 @@ def _use_as_a_child(sender: WeightSender, receiver: WeightReceiver) -> NoReturn:
             assert "does not survive a fork" in str(asyncio.run(failure(UsageError, use)))
         for end in (sender, receiver):
             asyncio.run(end.close())
-        status = TOLD
+        status = REFUSED_STATUS
     finally:
         os._exit(status)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 256 << 20
 """Size of tensors announced together, bytes: a receiver that iterates needs a copy of as much."""
-MAX_TOLD = 1 << 14
+MAX_TENSORS_PER_CHUNK = 1 << 14
 """Most tensors announced together."""
 _generations = count(1)
 
@@ -90,7 +90,7 @@ def map_source(
         if address not in numbers:
             numbers[address] = len(found.segments)
             found.segments.append((export(address), size))
-        if run and (num_bytes + spec.num_bytes > CHUNK_BYTES or len(run) == MAX_TOLD):
+        if run and (num_bytes + spec.num_bytes > CHUNK_BYTES or len(run) == MAX_TENSORS_PER_CHUNK):
             close()
         found.locations.append((spec, numbers[address], tensor.data_ptr() - address))
         run.append((spec, as_bytes(tensor)))

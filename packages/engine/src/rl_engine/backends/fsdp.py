@@ -512,7 +512,7 @@ def _sharing_obstacle(scorer: HuggingFaceScorer, config: EngineConfig) -> str | 
     if not scorer.is_packed:
         return f"{name} has layers that mix tokens outside attention, or attends in its own way"
     if isinstance(scorer.multimodal, ImageInputs):
-        return f"{name} takes images without grids, whose features are not told apart"
+        return f"{name} takes images without grids, whose features cannot be distinguished"
     if scorer.has_state:
         return f"{name} has layers whose state begins with every row"
     if scorer.experts is not None:

@@ -148,7 +148,7 @@ class RowBatch:
         )
         whole = [torch.cat(part) for part in parts]
         if any(name in self._columns for name in VISUAL):
-            whole = _told_apart(whole, self._columns, self._prompts)
+            whole = _distinguished(whole, self._columns, self._prompts)
         rows = [row.numpy()[: size - self._unfed] for row, size in zip(whole, self._lengths, strict=True)]
         return prefix_tree(rows, self._prompts)
 
@@ -352,7 +352,7 @@ class RowBatch:
         return column
 
 
-def _told_apart(
+def _distinguished(
     rows: Sequence[Tensor], columns: Mapping[str, _Ragged | Tensor | list[object]], prompts: Sequence[int]
 ) -> list[Tensor]:
     """Numbers in the place of rows' tokens, equal where the token is, who wrote it, and all images of the row.

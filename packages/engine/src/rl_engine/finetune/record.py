@@ -1,6 +1,6 @@
 """The record of a training run: `config.yaml`, `metrics.jsonl`, a learning curve, and trackers.
 
-It lies in `OUTPUT_DIR.run`, beside the model folder, which holds a model and nothing else. The lines of `metrics.jsonl`
+It is in `OUTPUT_DIR.run`, next to the model folder, which holds a model and nothing else. The lines of `metrics.jsonl`
 are those of rl-train, so that `rl-view OUTPUT_DIR.run` shows the run.
 """
 

@@ -117,7 +117,7 @@ def score_states(
         weight: (V, H), of the head.
         bias: (V,), of the head.
         rows: Their `labels` are scored, and their `candidates` in the place of each.
-        head: Steps of the head beside the product.
+        head: Steps of the head other than the product.
         wanted: Its temperature, entropy, sum_pi_squared and num_candidates say what to give.
         head_loss: Made here as well, where nothing but log-probs and entropies is wanted.
     """

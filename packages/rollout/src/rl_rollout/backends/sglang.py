@@ -2,7 +2,7 @@
 
 Token ids go in and come out of `/generate`. Log-probs are of the distribution that was sampled from: SGLang's are of
 logits / temperature, and where top-k excludes tokens, its "behaviour log-probs" are requested instead. Weight versions
-come from SGLang's spans. Weights arrive through rl-ckpt's loader, which must be installed beside SGLang. Images are
+come from SGLang's spans. Weights arrive through rl-ckpt's loader, which must be installed next to SGLang. Images are
 sent unchanged, with one placeholder each.
 """
 

@@ -3,7 +3,7 @@
 Token ids go in and come out of `/v1/completions` (`detokenize: false`), streamed, so that an aborted request has its
 tokens so far. Log-probs are of the raw logits: a request whose temperature, top-k or top-p samples from another
 distribution is refused. Weights arrive by `/update_weights` and rl-ckpt's extension of its workers, which must be
-installed beside TensorRT-LLM; slices land while it goes on. Before weights are installed, requests in flight are
+installed next to TensorRT-LLM; slices land while it goes on. Before weights are installed, requests in flight are
 finished, as there is no way to freeze them. So every token of a request is of one version, which is counted here:
 TensorRT-LLM has none. `sleep(1)` and `wake` are `/release_memory` and `/resume_memory`.
 """

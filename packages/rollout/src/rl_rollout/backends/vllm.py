@@ -3,7 +3,7 @@
 Token ids go in and come out of `/inference/v1/generate`; `/pause`, `/resume`, `/abort_requests` and the weight-transfer
 endpoints are those of vLLM's development mode, on a UNIX socket in a folder of this user alone. Log-probs are of the
 distribution that was sampled from (`--logprobs-mode processed_logprobs`); weight versions come from vLLM's own spans.
-Weights arrive through rl-ckpt's plug-in, which must be installed beside vLLM. Images are prepared here, and sent with
+Weights arrive through rl-ckpt's plug-in, which must be installed next to vLLM. Images are prepared here, and sent with
 the positions of their placeholders.
 """
 

@@ -436,13 +436,13 @@ class GenerationConformance:
         assert all(x <= 0 for x in output.logprobs)
         assert output.weight_versions == (served.version,) * 11
 
-    def test_greedy_is_repeatable_beside_any_neighbours(self, served: Served) -> None:
+    def test_greedy_is_repeatable_with_any_neighbours(self, served: Served) -> None:
         alone = served.generate(max_new_tokens=20)
         requests = [served.request((5, 6, 7), max_new_tokens=20)]
         requests += [served.request(tuple(range(3, 5 + i)), max_new_tokens=3 + i, temperature=1.0) for i in range(20)]
         assert same_tokens(served.generate_all(requests)[0], alone)
 
-    def test_a_seed_fixes_the_tokens_beside_any_neighbours(self, served: Served) -> None:
+    def test_a_seed_fixes_the_tokens_with_any_neighbours(self, served: Served) -> None:
         if not served.server.capabilities.is_seeded:
             expect(UnsupportedError, lambda: served.generate(seed=1), "seed")
             return

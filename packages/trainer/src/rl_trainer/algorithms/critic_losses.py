@@ -53,7 +53,7 @@ class ProcessRewardLoss:
     """Cross-entropy of a completion's outcome and `sigmoid(beta * log-ratio)`: PRIME, arXiv 2502.01456, equation 5.
 
     The log-ratio is that of the whole completion under the model and under the reference, so that what each token adds
-    to it comes to be its reward. Mean over completions. Reads the columns `ref_logprobs`, `rewards` (which add up to
+    to it becomes its reward. Mean over completions. Reads the columns `ref_logprobs`, `rewards` (which add up to
     the outcome, 0 to 1) and `loss_mask`.
     """
 

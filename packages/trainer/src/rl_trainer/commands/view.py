@@ -1,7 +1,7 @@
 """`rl-view OUTPUT_DIR`: everything that a run left, as one HTML file that needs no network and no server.
 
 Curves, phases, samples token by token, groups, prompts that never teach, staleness, failures, weights, and the
-configuration beside another run's. Works on a run that was killed or is still going. A step's samples are a compressed
+configuration next to another run's. Works on a run that was killed or is still going. A step's samples are a compressed
 chunk that the browser unpacks when it is looked at; `--budget-mb` bounds them, evenly over the steps. With `--serve`
 the page asks for a step's samples when they are looked at, all of them, and for new numbers every ten seconds.
 """

@@ -103,11 +103,11 @@ def layers(recipe: str, overrides: Sequence[str] = ()) -> list[tuple[str, dict[s
     """(where from, tree) of every layer of a configuration, the lowest first."""
     found: list[tuple[str, dict[str, Any]]] = []
     base: str | None = recipe
-    beside: Path | None = None
+    relative_to: Path | None = None
     while base is not None:
-        path = _path_of(base, beside)
+        path = _path_of(base, relative_to)
         tree = yaml.safe_load(path.read_text())
-        beside, base = path.parent, tree.pop("extends", None)
+        relative_to, base = path.parent, tree.pop("extends", None)
         found.insert(0, (path.name, tree))
     for override in overrides:
         key, _, value = override.partition("=")
@@ -117,16 +117,16 @@ def layers(recipe: str, overrides: Sequence[str] = ()) -> list[tuple[str, dict[s
     return found
 
 
-def _path_of(recipe: str, beside: Path | None) -> Path:
+def _path_of(recipe: str, relative_to: Path | None) -> Path:
     path = Path(recipe)
     if path.suffix not in {".yaml", ".yml"}:
         return RECIPES / f"{recipe}.yaml"
-    return path if beside is None else beside / path
+    return path if relative_to is None else relative_to / path
 
 
-def _read_recipe(recipe: str, beside: Path | None = None, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _read_recipe(recipe: str, relative_to: Path | None = None, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe's tree, merged over that of the recipe it `extends`; a file name is relative to the recipe's folder."""
-    path = _path_of(recipe, beside)
+    path = _path_of(recipe, relative_to)
     if not path.is_file():
         shipped = sorted(p.stem for p in RECIPES.glob("*.yaml"))
         if recipe in FINETUNING:

@@ -605,7 +605,7 @@ def import_reasoning_gym() -> Any:
     try:
         with (
             warnings.catch_warnings()
-        ):  # cellpylib, one of its dependencies, compares with `is`; goes when that is mended
+        ):  # cellpylib, one of its dependencies, compares with `is`; goes when that is fixed
             warnings.simplefilter("ignore", SyntaxWarning)
             import reasoning_gym
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 The result is an ordinary Hugging Face folder, loaded by the same code as any other. The little supervision it gets is
 `rl-sft`, rl-engine's own command, in a process of its own; nothing here knows how a model is trained. What that gives
-for the quickstart as it is shipped lies beside its recipe, in float16: a run of it does not wait for a minute.
+for the quickstart as it is shipped is next to its recipe, in float16: a run of it does not wait for a minute.
 `python -m rl_trainer.data.warmup` makes that file anew.
 """
 

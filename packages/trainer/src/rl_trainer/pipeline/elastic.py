@@ -91,7 +91,7 @@ class WaitShare(ElasticPolicy):
     """Elastic policy: one replica more where learning waits, one fewer where generation is ahead.
 
     More: learning waited for over 20% of each of the last `patience` steps. Fewer: it waited for less than 2%, and a
-    whole batch was finished beside the one that was learned from.
+    whole batch was finished in addition to the one that was learned from.
     """
 
     def __init__(self, *, patience: int) -> None:

@@ -36,8 +36,8 @@ class WeightSync:
     joined serves its first request once it has taken part in a sync.
 
     Where it is offloaded, they have the memory of the GPU in turn: replicas and reward models from the end of a sync to
-    `yield_memory`, the actor from there to the end of the next sync. So have `lent` replicas, beside those that have
-    GPUs of their own, in the steps for which `lends` is set.
+    `yield_memory`, the actor from there to the end of the next sync. So do `lent` replicas, in addition
+    to those with their own GPUs, in the steps for which `lends` is set.
 
     `policy` is the name of the actor's, where there are several: agents generate on the servers of each.
     """

@@ -14,7 +14,7 @@ Activations of the longest micro-batch are what torch keeps of a block's norms, 
 itself come on top. Server: its weights, and keys and values of one sequence of the greatest length; it takes more for
 keys and values where there is more, and lets requests wait where there is not.
 
-On CPUs the same bytes are memory of the processes. Python, torch and transformers take about 0.45 GiB of each beside.
+On CPUs the same bytes are memory of the processes. Python, torch and transformers take about 0.45 GiB more of each.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _learner(engine: EngineSection, model: Mapping[str, Any], count: int) -> dic
     """GiB of a rank that learns: weights, gradients, optimizer, gathered blocks, and an adapter."""
     precision = _BYTES.get(str(engine.precision), 2)
     wide, held, stepped = max(precision, 4), *_share(engine, model, count)
-    if engine.backend == "megatron":  # its weights are in the number format of the passes, beside a wider copy
+    if engine.backend == "megatron":  # its weights are in the number format of the passes, next to a wider copy
         weights, copies, gathered = precision * held, 2 + (precision < wide), 0.0
     else:
         experts = expert_parameters(model)

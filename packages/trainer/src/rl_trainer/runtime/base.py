@@ -64,7 +64,7 @@ def register(
         dispatch_mode: How a call reaches the ranks.
         axis: For `split`, `split_reduced` and `gather`: an axis of the group's mesh, such as "dp". Arguments are cut
             over it; ranks that differ on other axes alone get the same part, and the first of them answers.
-        is_urgent: Run on another thread beside the call in flight, which it may end, and not after it.
+        is_urgent: Run on another thread, parallel to the call in flight, which it may end, and not after it.
 
     Raises:
         TypeError: an axis with another mode.

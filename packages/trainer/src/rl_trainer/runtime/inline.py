@@ -43,7 +43,7 @@ class InlineRuntime(Runtime):
                 )
         self._pools = {pool.name for pool in pools}
         # torch gives a thread that computes for the first time the number of threads that was set last, by whatever
-        # thread: this one, which trains, takes its own before a server beside it sets what suits a small model.
+        # thread: this one, which trains, takes its own before a server next to it sets what suits a small model.
         torch.get_num_threads()
 
     @property
@@ -66,7 +66,7 @@ class InlineRuntime(Runtime):
         with self._one_at_a_time:  # constructors import lazily, and two threads inside one import fail
             instance = worker(WorkerContext(rank=0, world_size=1), **kwargs)
         self._workers.append(instance)
-        if self._is_over:  # a run failed while this one still started beside it
+        if self._is_over:  # a run failed while this one still started next to it
             self.stop()
         return cast("W", _InlineGroup(instance, grid))
 

@@ -107,7 +107,7 @@ class RayRuntime(Runtime):
             }
             self._has_started_ray = True
             _forget_token()
-            # Ray runs workers at a niceness of 15, so that they would starve beside whatever else a machine does.
+            # Ray runs workers at a niceness of 15, so that they would starve next to whatever else a machine does.
             os.environ.setdefault("RAY_worker_niceness", "0")
             # For the same reason each may compute on all cores; Ray would give torch one thread per reserved CPU.
             os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))

@@ -76,7 +76,8 @@ class AdvantageReport:
 class EngineRank:
     """Base of engine workers: one rank of an `rl_engine.Engine`, which reads columns of the queue and writes others.
 
-    All ranks make the same calls in the same order. `inputs` names columns that the model is fed beside the tokens.
+    All ranks make the same calls in the same order. `inputs` names columns that the model is fed in addition to the
+    tokens.
     """
 
     _flops_per_token: float | None = None

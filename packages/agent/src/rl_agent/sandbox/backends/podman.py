@@ -165,11 +165,11 @@ class _PodmanSandbox(Sandbox):
     async def _end(self) -> None:
         """Kill all processes but the container's first: frozen, they start no others."""
         await run_program(["podman", "pause", self._name], limits=_ADMIN)
-        await asyncio.to_thread(_kill_beside, self._pid)
+        await asyncio.to_thread(_kill_others, self._pid)
         await run_program(["podman", "unpause", self._name], limits=_ADMIN)
 
 
-def _kill_beside(pid: int) -> None:
+def _kill_others(pid: int) -> None:
     """Kill the other processes of a process's namespace."""
     own = Path(f"/proc/{pid}/ns/pid").readlink()
     for each in Path("/proc").iterdir():

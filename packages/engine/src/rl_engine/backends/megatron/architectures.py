@@ -329,7 +329,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 def split_layers(num_layers: int, pp: int, vpp: int) -> list[int]:
     """Layers of each piece of a pipeline, in order: equally many, or fewer in the first and the last.
 
-    Those have the embedding and the head beside. As megatron-core splits them: all between are alike.
+    Those have the embedding and the head as well. As megatron-core splits them: all between are alike.
     """
     if num_layers % pp == 0 or pp == 1:
         return [num_layers // (pp * vpp)] * (pp * vpp)

@@ -138,7 +138,7 @@ def write_weights(stage: Stage, path: str | Path, names: Mapping[str, Tensor], w
 
     on_rank_0(prepare, target, world)
     parts = _parts(stage, metadata)
-    # objects are what layers keep beside tensors (scales of float8), which Megatron-LM asks for
+    # objects are what layers keep in addition to tensors (scales of float8), which Megatron-LM asks for
     wanted = {name: part for name, part in parts if name in names or isinstance(part, ShardedObject)}
     problem = None
     try:

@@ -229,7 +229,7 @@ class _Whole(nn.Linear):
         _mark(self.weight, config)
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - torch's name
-        return super().forward(input), None  # megatron-core's layers give their bias beside
+        return super().forward(input), None  # megatron-core's layers return their bias too
 
 
 class _RowRotary(nn.Module):
