@@ -15,11 +15,12 @@ from rl_trainer.rewards.process_pool import FunctionPool, _Process
 from rl_trainer.rewards.worker import GROUP
 
 FUNCTIONS = """
-import asyncio, os, subprocess, time
+import asyncio, os, subprocess, sys, time
 import beside
 
 def length(text, row):
     print("a function may print")
+    assert "torch" not in sys.modules, "a reward process has to start quickly"
     return len(text) * row["extra_info"]["factor"]
 
 async def later(text, row):
