@@ -112,12 +112,13 @@ tier sync install
 tier format uv run --no-sync ruff format --check .
 tier lint uv run --no-sync ruff check .
 early types uv run --no-sync pyright
+early wheels nice uv run --no-sync pytest -p no:cacheprovider -m 'wheels and not integration' tests
 tier typos uv run --no-sync typos
 tier seams uv run --no-sync lint-imports --no-logo
 tier docs build_docs
 tier types finish types
 tier tests run_tests
-tier wheels uv run --no-sync pytest -m 'wheels and not integration' tests
+tier wheels finish wheels
 tier job uv run --no-sync rl-train quickstart steps=2 output_dir="${scratch}/quickstart"
 tier gsm8k train_gsm8k
 if command -v nvcc >/dev/null; then tier cuda compile_cuda; fi
