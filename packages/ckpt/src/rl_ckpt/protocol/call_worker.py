@@ -130,7 +130,7 @@ class Worker:
         finally:
             self._lock.release()
         if self._pool is not None:
-            self._pool.shutdown(wait=False)
+            self._pool.shutdown()  # wait: its thread refers to the last call, which would keep a ring mapped
 
 
 class AsyncSource(Iterator[T]):
