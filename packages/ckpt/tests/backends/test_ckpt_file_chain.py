@@ -234,7 +234,11 @@ DYING_WRITER = """
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("operation", "when", "published"), [("put", 1, 2), ("put", 2, 2), ("prune", 1, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("operation", "when", "published"),
+    [("put", 1, 2), pytest.param("put", 2, 2, marks=pytest.mark.slow), ("prune", 1, 3)],
+    ids=str,
+)
 def test_a_writer_killed_in_a_difference_leaves_a_whole_version(operation, when, published, tmp_path):
     """Before its tensors, before its manifest, and after it; the next writer goes on, with a whole version."""
     url = f"file://{tmp_path}/policy"

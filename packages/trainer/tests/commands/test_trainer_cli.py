@@ -295,7 +295,7 @@ raise SystemExit(getattr(cli, sys.argv[3])(sys.argv[4:]))
         (signal.SIGTERM, "main", "rl-train", "rl_trainer.errors"),
         (signal.SIGTERM, "main", "rl-train", "rl_trainer.config"),
         (signal.SIGINT, "main", "rl-train", "rl_trainer.run"),
-        (signal.SIGINT, "main_eval", "rl-eval", "rl_trainer.config"),
+        pytest.param(signal.SIGINT, "main_eval", "rl-eval", "rl_trainer.config", marks=pytest.mark.slow),
         (signal.SIGTERM, "main_sample", "rl-sample", "rl_trainer.config"),
     ],
 )

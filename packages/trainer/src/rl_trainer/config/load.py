@@ -58,7 +58,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     _keep_ratio(tree, recipe, given)
     _fill_policies(tree)
     try:
-        config = TypeAdapter(Config).validate_python(_with_absolute_files(tree))
+        config = _adapter().validate_python(_with_absolute_files(tree))
     except ValidationError as error:
         found = [each for each in error.errors() if each["loc"][-1:] != ("str",)]  # of a text or a section, the section
         for each in found:
@@ -72,6 +72,12 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"the configuration cannot be used: {problems}") from error
     _check_numbers(_tree(config), "")
     return config
+
+
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    """Its validator, whose construction takes ten times as long as a use of it."""
+    return TypeAdapter(Config)
 
 
 def _keep_ratio(tree: dict[str, Any], recipe: str, given: Sequence[str]) -> None:
