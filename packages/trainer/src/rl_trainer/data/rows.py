@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 from uuid import UUID
 
@@ -328,11 +329,16 @@ def _options(config: DataConfig, cls: type[T]) -> T:
                 f"data.options.{key} is not an option of data.format={config.format}; the nearest one is {near}"
             )
     try:
-        return TypeAdapter(cls).validate_python(dict(config.options))
+        return _validator(cls).validate_python(dict(config.options))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"data.options.{where}: {first['msg']}, got {first['input']!r}") from error
+
+
+@cache
+def _validator(cls: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(cls)
 
 
 def check_options(config: DataConfig, *, uses_datasets: bool) -> None:
