@@ -31,9 +31,12 @@ ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `process` what asks for the emulated kernels by name: its first test compiles them."""
+    """Mark `process` what asks for the emulated kernels by name: its first test compiles them, for minutes if busy."""
     for item in items:
-        if not {"emulated", "emulated_module"}.isdisjoint(getattr(item, "fixturenames", ())):
+        asked = {"emulated", "emulated_module", "kernels", "gpu"}.intersection(getattr(item, "fixturenames", ()))
+        if asked:
+            item.add_marker(pytest.mark.timeout(1800))
+        if not asked.isdisjoint({"emulated", "emulated_module"}):
             item.add_marker("process")
 
 
