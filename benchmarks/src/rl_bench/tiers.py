@@ -57,6 +57,13 @@ MAX_SLEEP_S = 0.2
 """Seconds that a `core` test may sleep altogether: enough to poll a condition, too little to wait for time to pass."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Keep the tests of a file on one worker of `-n`, unless `--dist` says otherwise: what they share is made once."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadfile"
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out of `pytest -m core` the files that are of another tier as a whole: importing them takes seconds."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
