@@ -31,9 +31,9 @@ SCRIPT = Path(__file__).parents[1] / "support" / "mtp_ranks.py"
 _spec = spec_from_file_location("mtp_ranks", SCRIPT)
 ranks = module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
-TWO = ["v3:sp2:megatron", "v3:dp2:fsdp", "next:dp2:fsdp"]
+TWO = ["v3:sp2:megatron", "v3:dp2:fsdp"]
 MORE = [*(f"v3:{axis}:megatron" for axis in ("pp2", "dp2", "ep2")), "v3:ep2:fsdp"]
-MORE += ["glm:sp2:megatron", "glm:vpp2:megatron", "glm:dp2:fsdp", "next:ep2:fsdp"]
+MORE += ["glm:sp2:megatron", "glm:vpp2:megatron", "glm:dp2:fsdp", "next:dp2:fsdp", "next:ep2:fsdp"]
 CASES = [*TWO, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 
 
