@@ -20,6 +20,7 @@ ray = pytest.importorskip("ray")
 def cluster():
     """Ray on this machine, with more processes than it has cores; NIXL moves bytes by TCP and shared memory."""
     os.environ.setdefault("UCX_TLS", "tcp,self,sm")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: starved by whatever else a machine does
     before = os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns that it will
     ray.init(
