@@ -250,7 +250,7 @@ class _JointVote:
 
 
 class _VoteBarrier:
-    """Gate at which a session waits for the others, and for those that it is sent on to, before it votes."""
+    """Barrier at which a session waits for the others, and for those that it is sent on to, before it votes."""
 
     def __init__(self, joint: _JointVote, unpacker: Unpacker, below: tuple[Sender, int] | None) -> None:
         self.outcome = Waker()

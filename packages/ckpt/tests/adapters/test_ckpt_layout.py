@@ -265,7 +265,7 @@ def running(models, like, folder):
     engines = [Engine(model) for model in models]
     url = write_layout_request(folder, {name: ("float32", tuple(tensor.shape)) for name, tensor in like.items()})
     for rank, engine in enumerate(engines):
-        engine.installer.tell_layout(url, rank, lambda given, engine=engine: engine.model.load_weights(given.items()))
+        engine.installer.report_layout(url, rank, lambda given, engine=engine: engine.model.load_weights(given.items()))
     trainer = Trainer(read_layouts(folder, 2), like)
     address = trainer.open()
     for rank, engine in enumerate(engines):
@@ -421,7 +421,7 @@ def test_host_memory_holds_the_slices_of_a_rank_and_hardly_more(tmp_path):
     engine = Engine(Wide())
     like = {"up": torch.ones(2048, 512), "down": torch.ones(512, 2048), "flat": torch.ones(512, 2048)}
     url = write_layout_request(tmp_path, {name: ("float32", tuple(tensor.shape)) for name, tensor in like.items()})
-    engine.installer.tell_layout(url, 0, lambda given: engine.model.load_weights(given.items()))
+    engine.installer.report_layout(url, 0, lambda given: engine.model.load_weights(given.items()))
     trainer = Trainer(read_layouts(tmp_path, 1), like)
     engine.installer.join(trainer.open(), 0, timeout_s=30)
     seen = {}

@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "ray", "srun", "uv")
 _WRAPPERS = (
-    *("nohup", "timeout", "time", "numactl", "nsys", "stdbuf", "setsid", "nice", "sudo"),
-    *("conda", "mpirun", "docker", "podman", "singularity", "apptainer"),
-)
+    "nohup", "timeout", "time", "numactl", "nsys", "stdbuf", "setsid", "nice", "sudo",
+    "conda", "mpirun", "docker", "podman", "singularity", "apptainer",
+)  # fmt: skip
 _ANSWERING = (
-    *("env", "tee", "cat", "date", "basename", "dirname", "readlink", "realpath", "pwd", "seq", "wc"),
-    *("nproc", "which"),
-)
+    "env", "tee", "cat", "date", "basename", "dirname", "readlink", "realpath", "pwd", "seq", "wc", "nproc", "which",
+)  # fmt: skip
 _NAMES = (*_LAUNCHERS, *(f"python3.{i}" for i in range(8, 16)), *_WRAPPERS, *_ANSWERING, "mkdir")
 _SHELLS = ("/bin/bash", "/bin/sh", "/usr/bin/bash", "/usr/bin/sh")
 _COMPLAINT = re.compile(r"^(?!\+)(?P<file>.+?): line (?P<line>\d+): (?P<text>.+)$", re.MULTILINE)
@@ -347,9 +346,8 @@ _WITH_VALUE = ("-X", "-W", "-Q", "--nnodes", "--nproc_per_node", "--nproc-per-no
 
 
 _LAUNCHING_MODULES = (
-    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
-    *("pdb", "cProfile"),
-)
+    "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "pdb", "cProfile",
+)  # fmt: skip
 
 
 def _launch(words: Sequence[str], folder: str) -> Launch:

@@ -112,7 +112,7 @@ class Installer:
         else:
             self.attach(ShardedReceiver(addresses.of(rank), timeout_s=timeout_s, token=token))
 
-    def tell_layout(self, url: str, rank: int, load_dry: Callable[[Mapping[str, Tensor]], None]) -> None:
+    def report_layout(self, url: str, rank: int, load_dry: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Answer a request of `rl_ckpt.adapters.layout`, and be ready for slices of such tensors.
 
         Args:
@@ -213,7 +213,7 @@ class Installer:
                 targets = {name: self._staging.room(name, like) for name, like in self._rooms.items()}
                 parts = {name: part.of(targets[name]) for name, part in self._parts.items()}
                 self._landing = _IncomingSlices(self._receiver, parts, self._parts)
-            self._landing.tell(done_file)
+            self._landing.touch_when_landed(done_file)
         elif done_file is not None:
             done_file.touch()
 
@@ -351,7 +351,7 @@ class _IncomingSlices:
             lambda: asyncio.run(receiver.receive_into(targets, parts, on_landed=on_landed))
         )
 
-    def tell(self, done_file: Path | None) -> None:
+    def touch_when_landed(self, done_file: Path | None) -> None:
         """Make a file when all has landed, or nothing more will."""
 
         def touch(_: object) -> None:

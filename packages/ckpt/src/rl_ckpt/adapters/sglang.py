@@ -151,7 +151,7 @@ class _Engine:
         """Take this version over that session, or report this rank's layout."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if url.startswith(SCHEME):
-            self.installer.tell_layout(url, rank, self._load_dry)
+            self.installer.report_layout(url, rank, self._load_dry)
             return
         if self._url != url:
             self.installer.join(url, rank, timeout_s=TIMEOUT_S)

@@ -144,16 +144,16 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message."""
-        self._tell_freed()
+        self._report_freed()
         self.send_until(message, Deadline(self.timeout_s))
 
     def free(self, sequences: Sequence[int]) -> None:
         """Report freed buckets to the sender; those announced together are reported in one message."""
         self._freed += sequences
         if not self._batch_ends.isdisjoint(sequences):
-            self._tell_freed()
+            self._report_freed()
 
-    def _tell_freed(self) -> None:
+    def _report_freed(self) -> None:
         if self._freed:
             freed, self._freed = tuple(self._freed), []
             self._batch_ends.difference_update(freed)
@@ -206,7 +206,7 @@ class Connection:
                 raise self.channel.loss()
             if self.inbox:
                 return self.inbox.popleft()[1]
-            self._tell_freed()
+            self._report_freed()
             if not wait_for(self.canceller, deadline, readable=[self.channel.fileno()]):
                 raise PeerTimeoutError(f"{self.peer} {failing} within {deadline.timeout_s:g} s")
 

@@ -176,12 +176,12 @@ class Sender(SourceSender):
     async def dismiss(self, text: str) -> None:
         """Notify receivers waiting for a sync that none begins. See `WeightSender`."""
 
-        def tell() -> None:
+        def notify() -> None:
             if self._peers is not None:
                 self._peers.poll()
                 self._peers.dismiss(AbortReason.FAILED, text)
 
-        await self._worker.run(tell)
+        await self._worker.run(notify)
 
     def _require_codecs(self, participants: Sequence[Peer]) -> None:
         if self._config.zstd:

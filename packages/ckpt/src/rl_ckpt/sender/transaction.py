@@ -80,7 +80,7 @@ class Transaction:
         for peer in self._participants:
             self._peers.send(peer, Begin(self.version, NO_VERSION if base is None else base))
         source_map = self._map(source)
-        items = source if source_map is None else self._tell(source_map)
+        items = source if source_map is None else self._announce(source_map)
         for name, tensor in items if self._pipe is None else self._pass_on(self._pipe):
             if name not in source.alias_of:  # else it was sent with its original
                 self._pack(spec_of(name, tensor), tensor)
@@ -198,7 +198,7 @@ class Transaction:
                     peer.mapped = found.generation
         return found
 
-    def _tell(self, source_map: SourceMap) -> Iterator[tuple[str, Tensor]]:
+    def _announce(self, source_map: SourceMap) -> Iterator[tuple[str, Tensor]]:
         """Announce tensors that can be read in place; yields those that have to be packed, in order."""
         with self._clock("export_s"):
             self._peers.transport.synchronize()
@@ -276,7 +276,7 @@ class Transaction:
         with self._clock("pack_s"):
             base_copy.separate(spec.name, self._aliases_of(spec.name))
         if self._base is not None and base_copy.can_advance(spec):
-            packed(self._tell_differences(index, spec, raw, base_copy, add_aliases))
+            packed(self._send_differences(index, spec, raw, base_copy, add_aliases))
             return
         with self._clock("pack_s"):
             copied = base_copy.replace(spec, raw)
@@ -292,7 +292,7 @@ class Transaction:
         pipe = self._pipe
         return self._source.aliases.get(name, ()) if pipe is None else pipe.alias_of(name)
 
-    def _tell_differences(
+    def _send_differences(
         self, index: int, spec: TensorSpec, raw: Tensor, base_copy: BaseCopy, add_aliases: Callable[[], Iterable[int]]
     ) -> int:
         """Send deltas of a tensor leaf by leaf, so that receivers apply one while the next is computed."""

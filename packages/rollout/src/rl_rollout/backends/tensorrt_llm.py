@@ -229,20 +229,20 @@ class TensorrtLlmServer(ExternalServer):
 
     async def post_layout(self, url: str) -> None:
         """See `ExternalServer`."""
-        await self._tell_workers(url=url)
+        await self._notify_workers(url=url)
 
     async def post_slices(self, address: str) -> None:
         """See `ExternalServer`. Slices land in threads of the workers, and a file of each reports when they have."""
         if address.startswith(SLICES):
             landed = new_files(self._folder, "landed", self.capabilities.num_receivers)
-            await self._tell_workers(url=address, timeout_s=self.config.timeout_s)
+            await self._notify_workers(url=address, timeout_s=self.config.timeout_s)
             await wait_for_files(landed, self.check_health, timeout_s=self.config.timeout_s)
 
     async def post_update(self, address: str, version: int) -> None:
         """See `ExternalServer`. The extension installs and attests what has landed; after a failure it restores."""
-        await self._tell_workers(url=address, timeout_s=self.config.timeout_s, version=version)
+        await self._notify_workers(url=address, timeout_s=self.config.timeout_s, version=version)
 
-    async def _tell_workers(self, **fields: Any) -> None:
+    async def _notify_workers(self, **fields: Any) -> None:
         """Have the extension of every worker answer a message.
 
         Raises:

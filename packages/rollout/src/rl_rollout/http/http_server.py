@@ -493,7 +493,7 @@ class LaunchedServer(HttpServer):
         try:
             return await super().generate(request)
         except ServerLostError as error:
-            await self._tell_end(error)
+            await self._report_end(error)
             raise
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -503,10 +503,10 @@ class LaunchedServer(HttpServer):
                 async for chunk in chunks:
                     yield chunk
         except ServerLostError as error:
-            await self._tell_end(error)
+            await self._report_end(error)
             raise
 
-    async def _tell_end(self, error: ServerLostError) -> None:
+    async def _report_end(self, error: ServerLostError) -> None:
         """Raise the loss again with the process's exit code and last output, if it ends within `EXIT_TIMEOUT_S`."""
         if await self.process.has_ended(EXIT_TIMEOUT_S):
             lost = ServerLostError(self.process.why_ended())

@@ -152,8 +152,8 @@ class SegmentMemory(SegmentTable):
 
     def __init__(self, directory: Path | None) -> None:
         """`directory`: for segment files, which outlive every process; None: anonymous memory."""
-        super().__init__(self._tell_here, directory)
-        self.tell_client: Callable[[Any, Message, SharedMemory | None], None] = _ignore_message
+        super().__init__(self._send_here, directory)
+        self.send_to_client: Callable[[Any, Message, SharedMemory | None], None] = _ignore_message
         """Sends a message to a client of another process, with the descriptor of a segment."""
         self._here = Client()
         self._mapped = MappedSegments()
@@ -240,10 +240,10 @@ class SegmentMemory(SegmentTable):
         with self._turn():
             self.retire(self._here, number)
 
-    def _tell_here(self, client: Any, message: Message, segment: SharedMemory | None) -> None:
+    def _send_here(self, client: Any, message: Message, segment: SharedMemory | None) -> None:
         """Send a message to a client; handle it here if the client is this process."""
         if client is not self._here:
-            self.tell_client(client, message, segment)
+            self.send_to_client(client, message, segment)
             return
         match message["op"]:
             case "segment":

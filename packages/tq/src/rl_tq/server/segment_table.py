@@ -59,10 +59,10 @@ class _Held:
 
 
 class SegmentTable:
-    """Table of segments and extents. `tell(client, message, segment)` sends a message, with a segment's descriptor."""
+    """Table of segments and extents. `send(client, message, segment)` sends a message, with a segment's descriptor."""
 
-    def __init__(self, tell: Callable[[Any, Message, SharedMemory | None], None], directory: Path | None) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[Any, Message, SharedMemory | None], None], directory: Path | None) -> None:
+        self._send = send
         self._directory = directory
         self._segments: dict[int, _Held] = {}
         self._extents: dict[int, tuple[int, int, int]] = {}
@@ -137,7 +137,7 @@ class SegmentTable:
         """Ask the owner of a segment to seal it."""
         held = self._segments[number]
         if held.owner is not None and not held.is_sealed:
-            self._tell(held.owner, {"op": "fill no more", "segment": held.theirs}, None)
+            self._send(held.owner, {"op": "fill no more", "segment": held.theirs}, None)
 
     def seal(self, member: Client, theirs: int) -> None:
         """Seal a segment: nothing more is put into it."""
@@ -163,7 +163,7 @@ class SegmentTable:
         places = [(extent, *self._extents[extent]) for extent in extents]
         for number in {place[1] for place in places} - member.known:
             held = self._segments[number]
-            self._tell(member, {"op": "segment", "segment": number, "is_packed": held.is_packed}, held.segment)
+            self._send(member, {"op": "segment", "segment": number, "is_packed": held.is_packed}, held.segment)
             member.known.add(number)
             held.readers.add(member)
         return places
@@ -217,7 +217,7 @@ class SegmentTable:
             held.put_nbytes = 0
             for reader in held.readers:
                 reader.known.discard(number)
-                self._tell(reader, {"op": "freed", "segments": [number]}, None)
+                self._send(reader, {"op": "freed", "segments": [number]}, None)
             self._drop_if_idle(number)
 
     def _drop_if_idle(self, number: int) -> None:
@@ -226,7 +226,7 @@ class SegmentTable:
         if held is None or not held.is_free or held.readers:
             return
         if held.owner is not None:
-            self._tell(held.owner, {"op": "reuse", "segment": held.theirs}, None)
+            self._send(held.owner, {"op": "reuse", "segment": held.theirs}, None)
         else:
             if self._directory is not None and held.file is not None:
                 (self._directory / held.file).unlink(missing_ok=True)

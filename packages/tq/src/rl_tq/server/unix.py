@@ -94,7 +94,7 @@ class UnixFront:
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._epoll.register(self._waker, select.EPOLLIN)
-        memory.tell_client = self.send
+        memory.send_to_client = self.send
         host.flush = self._flush_all
         self._thread = threading.Thread(target=self._run, name=f"rl-tq-server-{host.address}", daemon=True)
         self._thread.start()

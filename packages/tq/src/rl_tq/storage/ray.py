@@ -61,13 +61,13 @@ _DIRECT = threading.RLock()
 class _StoredExtent:
     """Extent as the server stores it: its node, and its number in the keeper actor there."""
 
-    def __init__(self, node: str, number: int, nbytes: int, keepers: _Keepers) -> None:
+    def __init__(self, node: str, number: int, nbytes: int, keepers: _OwnerActors) -> None:
         self.place = (node, number, nbytes)
         weakref.finalize(self, keepers.gone.append, (node, number)).atexit = False
 
 
-class _Keepers:
-    """OwnerActor actors of the queue that this process serves, one per node."""
+class _OwnerActors:
+    """Actors of the queue that this process serves, one per node."""
 
     def __init__(self, queue: str, where: Where, transport: str | None) -> None:
         self._queue = queue
@@ -121,7 +121,7 @@ class _Keepers:
 class _RayConnection(ClientConnection):
     """Server side of a Ray client: handles the places of values, never the values."""
 
-    def __init__(self, keepers: _Keepers, host: QueueHost, label: str, send: Send, max_waiting_bytes: int) -> None:
+    def __init__(self, keepers: _OwnerActors, host: QueueHost, label: str, send: Send, max_waiting_bytes: int) -> None:
         super().__init__(host, label, send, max_waiting_bytes=max_waiting_bytes)
         self._keepers = keepers
 
@@ -153,13 +153,13 @@ class _RayFront(TcpFront):
     def __init__(
         self, host: QueueHost, memory: HeapMemory, queue: str, timeout_s: float, transport: str | None
     ) -> None:
-        self._keepers: _Keepers | None = None
+        self._keepers: _OwnerActors | None = None
         token = secrets.token_hex()
         super().__init__(host, (ray.util.get_node_ip_address(), 0), timeout_s, token)
         self.address = f"ray://{queue}"
         try:
             node = ray.get_runtime_context().get_node_id()
-            self._keepers = _Keepers(queue, (self._listener.host, self.port, token, node), transport)
+            self._keepers = _OwnerActors(queue, (self._listener.host, self.port, token, node), transport)
             memory.place = self._keepers.keep
         except BaseException:
             self.close()

@@ -95,8 +95,8 @@ def _clashes() -> Iterator[Finding]:
                 continue
             found = _version(wanted.name)
             if found is None or not wanted.specifier.contains(found, prereleases=True):
-                finding = f"{name} wants {wanted.name}{wanted.specifier}, there is {found or 'none'}"
-                yield Finding(what="versions", value=finding, fix=f"pip install '{wanted.name}{wanted.specifier}'")
+                clash = f"{name} wants {wanted.name}{wanted.specifier}, there is {found or 'none'}"
+                yield Finding(what="versions", value=clash, fix=f"pip install '{wanted.name}{wanted.specifier}'")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -140,8 +140,8 @@ def _limits() -> Iterator[Finding]:
     ):
         soft, hard = resource.getrlimit(kind)
         is_fine = soft == resource.RLIM_INFINITY or soft >= least
-        finding = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} (at most {hard})"
-        yield Finding(what=what, value=finding, fix="" if is_fine else f"ulimit {flag} {least}")
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} (at most {hard})"
+        yield Finding(what=what, value=limit, fix="" if is_fine else f"ulimit {flag} {least}")
 
 
 def _programs() -> Iterator[Finding]:

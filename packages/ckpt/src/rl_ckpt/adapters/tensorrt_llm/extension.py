@@ -74,7 +74,7 @@ class Receiver:
         rank = int(self._worker.global_rank)
         try:
             if url.startswith(SCHEME):
-                self._installer.tell_layout(url, rank, self._reload)
+                self._installer.report_layout(url, rank, self._reload)
                 return
             # Every worker stands still, or none does: TensorRT-LLM has all of them wait for each other.
             with nullcontext() if version is None else self._worker.engine.control_action():

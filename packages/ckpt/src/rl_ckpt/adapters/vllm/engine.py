@@ -126,7 +126,7 @@ class RlCkptWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             names = ("landed", "failed", "adapters")
             self._landed, self._failed, self._named = (Path(init_info.landed, f"{what}-{rank}") for what in names)
         if url.startswith(SCHEME):
-            self._installer.tell_layout(url, rank, self._load_dry)
+            self._installer.report_layout(url, rank, self._load_dry)
         else:
             self._installer.join(url, rank, timeout_s=init_info.timeout_s, token=init_info.token)
 

@@ -245,9 +245,7 @@ class StepRunner:
         table.versions[rows, lengths] = self._versions(which)
         table.lengths[which] += 1
         table.lengths_host[drawn] += 1
-        newest = SampledTokens(
-            ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy()
-        )  # here the host waits for the step
+        newest = SampledTokens(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())  # the host waits for the step
         for at, matcher in structured:
             matcher.advance(int(newest.ids[at]))
         for sequence in self._special.reading:
