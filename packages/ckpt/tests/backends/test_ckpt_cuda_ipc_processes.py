@@ -37,7 +37,7 @@ CHILD = f"""
     from rl_ckpt.testing.helpers import blank
 
     gpu = use_fake_gpu()
-    num_mappings = lambda: Path("/proc/self/maps").read_text().count("rl-ckpt-gpu")
+    num_mappings = lambda: Path("/proc/self/maps").read_text().count("emulated-gpu")
 """
 RECEIVE = """
     url, mode, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -338,4 +338,4 @@ def test_the_fake_gives_reused_addresses_another_handle():
         assert gpu.export(memory.data_ptr()) in handles
         del memory
     assert len(handles) == 3
-    assert "rl-ckpt-gpu" not in Path("/proc/self/maps").read_text()
+    assert "emulated-gpu" not in Path("/proc/self/maps").read_text()

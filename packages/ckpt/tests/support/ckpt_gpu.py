@@ -108,7 +108,7 @@ class FakeGpu:
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Freed with the last tensor in it."""
-        descriptor = os.memfd_create("rl-ckpt-gpu")
+        descriptor = os.memfd_create("emulated-gpu")
         os.ftruncate(descriptor, num_bytes)
         memory = mmap.mmap(descriptor, num_bytes)
         whole = buffer_tensor(memory, offset=0, num_bytes=num_bytes)
