@@ -55,6 +55,8 @@ _PROBES = ("uname", "fc-list")
 """Programs of which `platform` and, once on a machine, matplotlib's cache of fonts ask."""
 MAX_SLEEP_S = 0.2
 """Seconds that a `core` test may sleep altogether: enough to poll a condition, too little to wait for time to pass."""
+MAX_WALKED = 200_000
+"""Objects that the collection before each file may walk over, some 50 ms."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -157,7 +159,8 @@ class Collector:
 
     The modules and tests of a worker are some two million objects, over which each `gc.collect()` of a test, and each
     full collection that Python starts by itself, would walk. What a file leaves behind is collected at its end. While
-    tests are collected there is hardly any garbage, and looking for it is a sixth of the time.
+    tests are collected there is hardly any garbage, and looking for it is a sixth of the time. What is frozen is never
+    collected, also where it dies later: between files only large imports are frozen.
     """
 
     def __init__(self) -> None:
@@ -176,11 +179,14 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        """Freeze what is alive where a new file begins."""
+        """Collect where a new file begins."""
         if self._file != (file := _file_of(item)):
             self._file = file
             gc.collect()
-            gc.freeze()
+            if len(gc.get_objects(generation=2)) > MAX_WALKED:
+                gc.unfreeze()
+                gc.collect()
+                gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

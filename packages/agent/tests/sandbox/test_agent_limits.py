@@ -260,5 +260,32 @@ def test_where_no_group_can_be_made_there_is_none(tmp_path):
 
 @pytest.mark.process
 def test_no_group_is_left(machine):
+    before = groups()
     grade("1")
-    assert list(Path("/sys/fs/cgroup").rglob(f"rl-agent-{os.getpid()}-*")) == []
+    assert groups() <= before
+
+
+@pytest.mark.process
+def test_a_cancelled_close_leaves_no_group_and_no_process(machine):
+    """As of a sandbox server that is stopped while sandboxes end."""
+
+    async def main():
+        grader = Grader(limits=LIMITS)
+        await grader.run("1")
+        (worker,) = grader.idle
+        closing = asyncio.create_task(grader.close())
+        for _ in range(3):  # it has begun
+            await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        return worker
+
+    before = groups()
+    worker = asyncio.run(main())
+    assert not worker.is_alive
+    assert groups() <= before
+
+
+def groups():
+    return set(Path("/sys/fs/cgroup").rglob(f"rl-agent-{os.getpid()}-*"))

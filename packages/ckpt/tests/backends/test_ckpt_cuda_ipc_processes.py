@@ -330,6 +330,7 @@ def test_the_fake_maps_handles_once_and_kills_late_readers():
 
 def test_the_fake_gives_reused_addresses_another_handle():
     gc.collect()  # the errors of earlier tests keep frames alive, and those memory of another fake
+    before = Path("/proc/self/maps").read_text().count("emulated-gpu")
     gpu = FakeGpu()
     handles = set()
     for _ in range(3):
@@ -338,4 +339,4 @@ def test_the_fake_gives_reused_addresses_another_handle():
         assert gpu.export(memory.data_ptr()) in handles
         del memory
     assert len(handles) == 3
-    assert "emulated-gpu" not in Path("/proc/self/maps").read_text()
+    assert Path("/proc/self/maps").read_text().count("emulated-gpu") <= before

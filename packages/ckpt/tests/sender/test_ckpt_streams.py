@@ -131,7 +131,7 @@ def test_more_buckets_are_announced_together_as_a_sync_grows(num_receivers):
     asyncio.run(main())
     assert sum(batches.sizes.values()) == len(weights)
     assert batches.sizes[0] == 1
-    assert max(batches.sizes.values()) == MAX_BATCH
+    assert MAX_BATCH // 2 <= max(batches.sizes.values()) <= MAX_BATCH, "a receiver that waits is not kept waiting"
     counted = max(num_receivers, MIN_BATCH_RECEIVERS)
     for first, size in batches.sizes.items():
         assert size <= 1 + (first + size) * counted // BATCH_SHARE  # who receives waits for no more than a share

@@ -16,6 +16,7 @@ from rl_bench.waiting import until
 from rl_trainer.config import load_config
 from rl_trainer.data import PromptOrder
 from rl_trainer.errors import PlanError, RolloutFailedError, WorkerTimeoutError
+from rl_trainer.metrics import HeldGroup
 from rl_trainer.pipeline.replicas import AgentReplicas
 from rl_trainer.pipeline.rollout_source import RolloutSource
 from rl_trainer.pipeline.staleness import create_schedule
@@ -246,7 +247,7 @@ def test_a_real_job_learns_from_every_prompt_once(model, tmp_path, monkeypatch):
     rows = [row for step in steps for row in step]
     assert len(rows) == len(set(rows)) == 12
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
-    left = {*state["pending"], *(group["row_index"] for group in state["held"])}
+    left = {*state["pending"], *(HeldGroup(*group).row_index for group in state["held"])}
     assert len(left) == 4
     assert not left & set(rows)
     stopped = json.loads((tmp_path / "out" / "checkpoint-3" / "stopped.json").read_text())

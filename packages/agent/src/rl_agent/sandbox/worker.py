@@ -277,8 +277,22 @@ class Worker:
         return not self._has_ended and self._process.returncode is None
 
     async def kill(self) -> None:
-        """Kill the worker and its descendants; none of them runs any more when this returns."""
+        """Kill the worker and its descendants; none of them runs any more when this returns, cancelled or not."""
         self._has_ended = True
+        try:
+            await self._end_processes()
+        finally:
+            self._control.close()
+            if self._session is not None:
+                self._session.close()
+            if self._process.returncode is None:  # this was cancelled: a namespace ends with its first process
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                await asyncio.shield(self._process.wait())
+            if self._group is not None:
+                await asyncio.to_thread(self._group.remove)
+
+    async def _end_processes(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if "processes" in self.isolation:
                 self._process.terminate()  # it ends when its namespace has
@@ -292,11 +306,6 @@ class Worker:
                 await asyncio.to_thread(kill_descendants, self._process.pid)
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.shield(self._process.wait())
-        self._control.close()
-        if self._session is not None:
-            self._session.close()
-        if self._group is not None:
-            await asyncio.to_thread(self._group.remove)
 
 
 class Files:
