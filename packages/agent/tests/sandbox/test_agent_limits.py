@@ -275,7 +275,7 @@ def test_a_cancelled_close_leaves_no_group_and_no_process(machine):
         (worker,) = grader.idle
         closing = asyncio.create_task(grader.close())
         for _ in range(3):  # it has begun
-            await asyncio.sleep(0)
+            await asyncio.wait([closing], timeout=0)
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
