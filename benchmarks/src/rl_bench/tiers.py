@@ -55,8 +55,8 @@ _PROBES = ("uname", "fc-list")
 """Programs of which `platform` and, once on a machine, matplotlib's cache of fonts ask."""
 MAX_SLEEP_S = 0.2
 """Seconds that a `core` test may sleep altogether: enough to poll a condition, too little to wait for time to pass."""
-MAX_WALKED = 200_000
-"""Objects that the collection before each file may walk over, some 50 ms."""
+MAX_WALKED = 30_000
+"""Objects that the collection before each file may walk over, some 8 ms."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -184,8 +184,6 @@ class Collector:
             self._file = file
             gc.collect()
             if len(gc.get_objects(generation=2)) > MAX_WALKED:
-                gc.unfreeze()
-                gc.collect()
                 gc.freeze()
 
 
