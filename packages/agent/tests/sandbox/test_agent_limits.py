@@ -287,5 +287,30 @@ def test_a_cancelled_close_leaves_no_group_and_no_process(machine):
     assert groups() <= before
 
 
+@pytest.mark.process
+def test_a_run_cancelled_while_it_is_stopped_spoils_no_later_one(machine):
+    async def main():
+        grader = Grader(num_workers=1, limits=LIMITS)
+        await grader.run("1")
+        (worker,) = grader.idle
+        stop, has_begun = worker.stop, asyncio.Event()
+
+        async def noted_stop():
+            has_begun.set()
+            await stop()
+
+        worker.stop = noted_stop
+        running = asyncio.create_task(grader.run("while True: pass", timeout_s=0.2))
+        await has_begun.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        try:
+            return await grader.run("print(2)")
+        finally:
+            await grader.close()
+
+    assert asyncio.run(main()).output == "2\n"
+
+
 def groups():
     return set(Path("/sys/fs/cgroup").rglob(f"rl-agent-{os.getpid()}-*"))

@@ -247,8 +247,10 @@ async def judged(
 
 async def _end(run: asyncio.Future[tuple[CodeStatus | None, str]], worker: Runner) -> None:
     """End a run that has ended by itself, or is killed a moment later."""
-    await asyncio.wait([run], timeout=_GRACE_S)
-    if not run.done():
-        run.cancel()
-        await asyncio.wait([run])
-        await worker.stop()
+    try:
+        await asyncio.wait([run], timeout=_GRACE_S)
+    finally:  # cancelled, too
+        if not run.done():
+            run.cancel()
+            await asyncio.wait([run])
+            await worker.stop()

@@ -263,6 +263,9 @@ class Worker:
                 self._num_kills = self._group.num_kills()
         except (OSError, EOFError, TimeoutError, ValueError, AttributeError, ProtocolError):
             await self.kill()
+        except asyncio.CancelledError:
+            await self.kill()  # else the next run would be given this one's answer
+            raise
 
     @staticmethod
     async def _receive(source: socket.socket) -> dict[str, Any]:
