@@ -284,14 +284,13 @@ class Worker:
         self._has_ended = True
         try:
             await self._end_processes()
+        except asyncio.CancelledError:
+            await self._end_processes()  # whole: without a namespace, descendants are found by way of the worker alone
+            raise
         finally:
             self._control.close()
             if self._session is not None:
                 self._session.close()
-            if self._process.returncode is None:  # this was cancelled: a namespace ends with its first process
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                await asyncio.shield(self._process.wait())
             if self._group is not None:
                 await asyncio.to_thread(self._group.remove)
 
