@@ -66,6 +66,7 @@ def test_a_size_that_no_model_has_is_named(folder, changes, message):
     ],
 )
 def test_a_damaged_file_is_named(folder, file, text, message):
+    read_model_config(folder)  # a sound file that was read before is not taken for the damaged one
     (folder / file).write_text(text)
     with pytest.raises(ValueError, match=rf"{file} {message}"):
         read_model_config(folder)

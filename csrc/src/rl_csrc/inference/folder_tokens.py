@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -197,9 +198,7 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
         _check_values(values, file)
     if not isinstance(config.get("model_type", ""), str):
         raise ValueError(f"{file} has model_type={config['model_type']!r}; it must be a name")
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists() and not isinstance(_read(tokenizer).get("model"), dict):
-        raise ValueError(f"{tokenizer} has no section `model`, so it is not a tokenizer; download the folder again")
+    _check_tokenizer(folder / "tokenizer.json")
     for name in ("tokenizer_config.json", "special_tokens_map.json", _GENERATION):
         _read(folder / name)
     for weights in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
@@ -207,6 +206,20 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
             raise ValueError(f"{weights} is not a regular file; download the folder again")
     return config
 
+
+def _check_tokenizer(file: Path) -> None:
+    """Raise ValueError if a tokenizer's file is none; parsed once in a process, since it can have tens of megabytes."""
+    digest = sha256(file.read_bytes()).digest() if file.is_file() else None
+    if digest in _CHECKED:
+        return
+    if file.exists() and not isinstance(_read(file).get("model"), dict):
+        raise ValueError(f"{file} has no section `model`, so it is not a tokenizer; download the folder again")
+    if digest is not None:
+        _CHECKED.add(digest)
+
+
+_CHECKED: set[bytes] = set()
+"""Digests of files that `_check_tokenizer` found good."""
 
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 """Model types of omni models: a thinker, which reads every modality and writes text, and parts that speak."""
