@@ -33,6 +33,8 @@ from rl_trainer.data import Row, load_datasets
 
 PROMPTS, GROUP, NEW_TOKENS, LR = 8, 8, 24, 1e-9
 """A learning rate that keeps the policy, so that lengths do not change."""
+MICRO_BATCH = 2048
+"""Tokens of a micro-batch: one holds the whole batch."""
 ROUNDS, STEPS, WARM_UP, TIMEOUT_S = 2, 2, 1, 900
 PREFILL = (8, 256)
 """Prompts and their tokens."""
@@ -50,6 +52,7 @@ def main(run: Run) -> None:
     shapes = Shapes(model)
     run.parameters(model=model.name, prompts=PROMPTS, group_size=GROUP, new_tokens=NEW_TOKENS, steps=steps)
     run.parameters(threads=threads, rounds=rounds, precision="float32", weights="dequantised from 4 bits")
+    run.parameters(micro_batch_tokens=MICRO_BATCH)
     samples: dict[str, list[dict[str, float]]] = {DENSE: [], SPARSE: [], TRL: []}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(rounds):
@@ -149,7 +152,8 @@ def ours(model: Path, out: Path, steps: int, reward: str) -> list[dict[str, floa
     """Phases of the steps after the warm-up, with the first step's time since the start and the peak memory."""
     dense = [f"reward.path={TASK}:share_of_even", "reward.parts={}"] if reward == DENSE else []
     sizes = [f"batch.batch_size={PROMPTS}", f"batch.mini_batch_size={PROMPTS}", f"batch.group_size={GROUP}"]
-    sizes += [f"rollout.max_new_tokens={NEW_TOKENS}", "engine.precision=float32", *dense]
+    sizes += [f"rollout.max_new_tokens={NEW_TOKENS}", "engine.precision=float32"]
+    sizes += [f"engine.max_tokens_per_gpu={MICRO_BATCH}", *dense]
     return steps_of("smollm", sizes, model, out, steps)
 
 

@@ -156,9 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.check_runtime()
     from rich.console import Console
 
-    from rl_trainer.planning.prepare import prepare, resumed
-    from rl_trainer.run import run
-    from rl_trainer.runtime.processes import quiet_libraries
+    from rl_trainer.runtime.processes import quiet_libraries, rare_collections
+
+    with rare_collections():
+        from rl_trainer.planning.prepare import prepare, resumed
+        from rl_trainer.run import run
 
     quiet_libraries()
     console = Console(quiet=arguments.quiet)

@@ -62,6 +62,7 @@ from rl_trainer.planning.gpus import resource_pools
 from rl_trainer.planning.memory import learning_flops
 from rl_trainer.planning.preflight import check_started, why_gathered
 from rl_trainer.runtime.network import address_of, check_reach, has_votes, storage_of
+from rl_trainer.runtime.processes import rare_collections
 from rl_trainer.samples import FOLDER
 from rl_trainer.workers.agent import AgentWorker
 from rl_trainer.workers.columns import EXPERTS
@@ -134,6 +135,7 @@ class Servers:
     capabilities: list[Capabilities]
 
 
+@rare_collections()
 def place(
     config: Config,
     runtime: Runtime,

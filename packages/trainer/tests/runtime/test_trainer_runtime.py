@@ -1,5 +1,6 @@
 """Worker groups on both runtimes; the Ray ones are real Ray processes."""
 
+import gc
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from rl_trainer.runtime.base import Call, Dispatch, ResourcePool, WorkerContext,
 from rl_trainer.runtime.dispatch import Mesh, join, spread
 from rl_trainer.runtime.inline import InlineRuntime
 from rl_trainer.runtime.network import free_address
-from rl_trainer.runtime.processes import children
+from rl_trainer.runtime.processes import children, rare_collections
 from rl_trainer.runtime.ray import RayRuntime, _init_patiently
 
 
@@ -34,6 +35,16 @@ def test_a_port_that_is_found_is_given_to_nobody_else_meanwhile():
             host, port = free_address("127.0.0.1")
             assert not low <= port <= high, "the kernel may give it to whoever asks for any port"
             stack.enter_context(socket.create_server((host, port)))
+
+
+def test_garbage_is_collected_as_before_after_a_start():
+    before, first, second = gc.get_threshold(), rare_collections(), rare_collections()
+    first.__enter__()
+    second.__enter__()
+    assert gc.get_threshold()[0] > 10 * before[0]
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)  # of two starts that overlap in threads
+    assert gc.get_threshold() == before
 
 
 class Counter:

@@ -33,6 +33,7 @@ from rl_trainer.planning.row_checks import RowCheck
 from rl_trainer.planning.speed import speed_facts
 from rl_trainer.rewards.checks import reward_source
 from rl_trainer.rewards.code import sandbox_facts
+from rl_trainer.runtime.processes import rare_collections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,6 +80,7 @@ class Prepared:
         return config
 
 
+@rare_collections()
 def prepare(config: Config, *, resume: Resume = False) -> Prepared:
     """Prepare a run: check all that can be known before a process starts.
 
