@@ -155,6 +155,7 @@ def test_only_the_named_layers_are_adapted(folder):
     ("lora", "changes", "message"),
     [
         (LoraConfig(target_modules=("nothing",)), {}, r"target_modules is \['nothing'\]"),
+        (LoraConfig(target_modules=("q_proj", "v-proj")), {}, "no layer that is trained is named v-proj"),
         (LoraConfig(), {"optimizer": None}, "A frozen engine's adapter would stay as it was made"),
     ],
 )

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from rl_tinker.errors import RequestError
+from rl_tinker.ranks.modules import lora_modules
 from rl_tinker.ranks.rank import Rank
 from rl_tinker.types import AdamParams, AdapterSpec, Command, ServeConfig, Verb
 from rl_tinker.wire.protobuf import FLOAT32, INT64, message
@@ -24,6 +27,15 @@ def test_a_model_that_is_still_in_memory_is_replaced(rank, tmp_path):
     shape = {"model": "s:train:0", "adapter": AdapterSpec(rank=2, train_unembed=False), "folder": str(tmp_path / "one")}
     for verb in (Verb.CREATE, Verb.RESTORE, Verb.RESTORE):
         assert not rank.run(Command(verb=verb, **shape)).error, verb
+
+
+def test_experts_are_in_no_group_of_modules(tmp_path):
+    names = ("self_attn.q_proj.weight", "mlp.gate.weight", "mlp.experts.0.up_proj.weight")
+    save_file({f"model.layers.0.{name}": torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    modules = lora_modules(tmp_path)
+    assert modules.of(AdapterSpec(rank=2, train_unembed=False)) == ("q_proj",)
+    with pytest.raises(RequestError, match="set train_attn"):
+        modules.of(AdapterSpec(rank=2, train_attn=False, train_unembed=False))
 
 
 def body(tokens):

@@ -44,7 +44,7 @@ def add_adapter(
 
     Raises:
         BackendError: peft is not installed.
-        ConfigError: no layer has one of the target names, or one that has cannot be merged.
+        ConfigError: a target name is no layer's, or is that of a layer that cannot be merged.
     """
     try:
         import peft
@@ -54,6 +54,12 @@ def add_adapter(
     if experts and config.dropout:
         raise ConfigError(f"lora.dropout is {config.dropout}, and peft has none on {EXPERTS}. Set it to 0.")
     names = [name for name in config.target_modules if not (experts and name == EXPERTS)]
+    layers = [f".{name}" for name, _ in model.named_modules() if frozen is None or not name.startswith(f"{frozen}.")]
+    if unknown := [name for name in names if not any(layer.endswith(f".{name}") for layer in layers)]:
+        raise ConfigError(
+            f"lora.target_modules is {list(config.target_modules)}, and no layer that is trained is named "
+            f"{' or '.join(unknown)}. Leave it out, or name others, such as {', '.join(_linear_names(model)[:4])}."
+        )
     known = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] - any number does
