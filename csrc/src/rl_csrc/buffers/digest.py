@@ -79,7 +79,7 @@ def digest_finish(total: int, nbytes: int) -> int:
 
 
 def _device_sum(tensor: torch.Tensor, offset: int) -> int:
-    raw = tensor.reshape(-1).view(torch.uint8)
+    raw = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # reshape keeps the stride of a single element
     if not raw.is_cuda or not has_cuda():
         return reference_sum(raw, offset)
     from rl_csrc import cuda  # loads the CUDA module: only when a tensor lives there

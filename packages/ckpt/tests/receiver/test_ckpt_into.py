@@ -89,16 +89,21 @@ def test_one_iterates_and_one_receives_into(url):
     run(work, url, num_receivers=2, bucket_bytes=1 << 20)
 
 
-def test_targets_that_are_not_plain_memory():
-    weights = {"w": torch.randn(6, 5), "v": torch.randn(4)}
-    targets = {"w": torch.zeros(5, 6).t(), "v": torch.nn.Parameter(torch.zeros(8))[::2]}
+@pytest.mark.parametrize("staged", [False, True])
+def test_targets_that_are_not_plain_memory(staged):
+    weights = {"w": torch.randn(6, 5), "v": torch.randn(4), "one": torch.randn(1), "none": torch.empty(0)}
+    targets = {
+        "w": torch.zeros(5, 6).t(),
+        "v": torch.nn.Parameter(torch.zeros(8))[::2],
+        "one": torch.zeros(4)[::4],
+        "none": torch.zeros(2, 2)[0:0, 0],
+    }
 
     async def work(sender, receiver):
-        assert (await exchange(sender, [receiver], weights, [targets], 1))[1] == 1
+        assert (await exchange(sender, [receiver], weights, [targets], 1, staged=staged))[1] == 1
 
     run(work)
-    assert torch.equal(targets["w"], weights["w"])
-    assert torch.equal(targets["v"], weights["v"])
+    assert all(torch.equal(targets[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"), owns_group=False)
 TENSORS = {
     "model.a": torch.arange(35, dtype=torch.float32).reshape(5, 7),
     "model.b": torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4),
+    "model.c": torch.arange(8.0)[::8],  # one element, with a stride
     "optim.step": torch.tensor(3.0),
     "rng.0": torch.arange(11, dtype=torch.uint8),
 }

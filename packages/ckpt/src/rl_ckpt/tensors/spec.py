@@ -103,7 +103,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
     if not is_plain(plain):
         plain = plain.resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # view(-1) keeps the stride of a single element
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def new_port() -> int:
 
 
 def sample_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Tensors of many kinds: empty, scalar, strided, tied, expanded, conjugate; of 8 to 64 bits; float, int, bool."""
+    """Tensors of many kinds: empty, scalar, strided (also of one element), tied, conjugate; 8 to 64 bits; int, bool."""
     generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,6 +71,7 @@ def sample_weights(seed: int = 0) -> dict[str, Tensor]:
         "empty": torch.empty(0, 5),
         "scale": torch.tensor(1.5 + seed),
         "strided": rand(8, 12)[::2, 1::3],
+        "one": rand(3, 4)[::3, ::4],
         "transposed": rand(6, 10, dtype=torch.float16).t(),
         "fp8": rand(7, 5).to(torch.float8_e4m3fn),
         "fp8_transposed": rand(7, 5).to(torch.float8_e5m2).t(),
@@ -154,7 +155,7 @@ def step(weights: Mapping[str, Tensor], every: int = 100) -> dict[str, Tensor]:
     """The weights after a small update: other bits in one element of `every`."""
     fresh = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
     for tensor in fresh.values():
-        tensor.view(-1).view(torch.uint8)[:: every * tensor.itemsize] ^= 1
+        as_bytes(tensor)[:: every * tensor.itemsize] ^= 1
     return fresh
 
 

@@ -430,7 +430,8 @@ def _key(name: str, offsets: Sequence[int]) -> str:
 
 def _raw(part: Tensor) -> memoryview:
     """The bytes of a part, in row-major order."""
-    return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    plain = part.cpu().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data  # reshape keeps one element's stride
 
 
 def whole(tensor: Tensor) -> Tensor:
