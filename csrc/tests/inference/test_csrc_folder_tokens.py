@@ -133,6 +133,34 @@ def test_a_turn_is_trimmed_and_ended_as_the_template_does(tmp_path):
     assert tokens.ended([9, 8]) == [9, 8, 3]
 
 
+class Thinking(Spelled):
+    """Tokenizer whose template opens a reply with a thought, which it leaves out of a finished one."""
+
+    def apply_chat_template(self, chat, *, add_generation_prompt, tokenize):
+        plain = [
+            {**m, "content": m["content"].rpartition("</think>")[2] if isinstance(m["content"], str) else ""}
+            for m in chat
+        ]
+        text = super().apply_chat_template(plain, add_generation_prompt=add_generation_prompt, tokenize=tokenize)
+        return text + "<think>\n" * add_generation_prompt
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("<think>\na</think>b", "a</think>b"),
+        ("<think>a</think>b", "a</think>b"),
+        ("b", "b"),
+        (None, ""),
+        ([{"type": "text", "text": "b"}], "b"),
+    ],
+)
+def test_an_opened_thought_is_not_opened_twice(tmp_path, content, said):
+    tokens = read_folder_tokens(folder_of(tmp_path, template=IM_END))
+    chat = [{"role": "user", "content": "q"}], {"role": "assistant", "content": content}
+    assert tokens.turn(Thinking(), *chat)[1] == [*Spelled().encode(said, add_special_tokens=False), 3]
+
+
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
 ENDLESS = {
     "loops": LOOPS,

@@ -107,10 +107,14 @@ class FolderTokens:
         whole = with_arguments(tokenizer, [*chat, answer])
         before: str = tokenizer.apply_chat_template(whole[:-1], add_generation_prompt=True, tokenize=False)
         after: str = tokenizer.apply_chat_template(whole, add_generation_prompt=False, tokenize=False)
-        # Some templates open a reply with more than they write of a finished one, such as <think>.
-        if answer.get("tool_calls") and not after.startswith(before):
-            raise ValueError("the template opens a reply with more than it writes of one with tool calls")
-        written = after[len(before) :] if after.startswith(before) else str(answer.get("content", ""))
+        written = after.removeprefix(before)
+        if not after.startswith(before):  # some open a reply with more than they write of a finished one, as <think>
+            if answer.get("tool_calls"):
+                raise ValueError("the template opens a reply with more than it writes of one with tool calls")
+            probe = [*whole[:-1], {"role": "assistant", "content": _ANCHOR}]
+            plain = tokenizer.apply_chat_template(probe, add_generation_prompt=False, tokenize=False)
+            opening = before.removeprefix(plain.partition(_ANCHOR)[0])
+            written = _text_of(answer.get("content")).removeprefix(opening).removeprefix(opening.strip())
         prompt, said = (tokenizer.encode(text, add_special_tokens=False) for text in (before, written))
         return prompt, self.ended(said)
 
@@ -127,6 +131,13 @@ class FolderTokens:
     def named(self, token_id: int) -> str:
         """The id with its token's text, for messages."""
         return f"{self.texts[token_id]} ({token_id})" if token_id in self.texts else str(token_id)
+
+
+def _text_of(content: Any) -> str:
+    """Text of a message's content: text, parts of text, or none."""
+    if isinstance(content, list):
+        return "".join(str(part["text"]) for part in cast("list[dict[str, Any]]", content) if "text" in part)
+    return "" if content is None else str(content)
 
 
 def read_folder_tokens(folder: str | Path) -> FolderTokens:

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from transformers import AutoTokenizer
 
 from rl_engine.errors import DataError
 from rl_engine.finetune.data import ChatTokenizer, read_rows, well_formed
@@ -136,6 +137,35 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path):
     ):
         with pytest.raises(DataError, match=r"rows.jsonl: row 1: The chat template .* cannot render .*no x"):
             read(write(tmp_path, [row]), model)
+
+
+EACH = "{{% for message in messages %}}{{{{ message.role }}}}={}<eos>{{% endfor %}}"
+OPEN = "{% if add_generation_prompt %}assistant={% endif %}"
+PARTS = "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+BOTH = "{% if message.content is string %}{{ message.content }}{% else %}" + PARTS + "{% endif %}"
+AS_TEXT = "{{ message.content }}"
+
+
+@pytest.mark.parametrize("written", [AS_TEXT, PARTS, BOTH, "{{ message.content + '' }}"])
+def test_contents_as_text_and_as_parts_are_learned_alike(tmp_path, written):
+    model = model_with(tmp_path / "model", EACH.format(written) + OPEN)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for texts in (["1+1=", "2"], ["1+1=", "2", "2+2=", "4"]):
+        turns = [*zip(["user", "assistant"] * 2, texts, strict=False)]
+        as_text = [{"role": role, "content": text} for role, text in turns]
+        as_parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+        rows = tokenize_file(write(tmp_path, [{"messages": as_text}, {"messages": as_parts}]), model)
+        for prompt, said in zip(rows["prompt_token_ids"].unbind(), rows["completion_token_ids"].unbind(), strict=True):
+            assert tokenizer.decode([*prompt, *said]) == "".join(f"{role}={text}<eos>" for role, text in turns)
+
+
+def test_reasoning_that_the_template_leaves_out_is_refused(tmp_path):
+    said = {"role": "assistant", "content": "2", "reasoning_content": "1 and 1"}
+    chat = [{"role": "user", "content": "1+1="}, said]
+    rows = write(tmp_path, [{"messages": chat}, {"prompt": "1+1=", "completion": [said]}])
+    with pytest.raises(DataError, match="2 of 2 rows .* leaves out reasoning_content"):
+        tokenize_file(rows, model_with(tmp_path / "without", EACH.format(AS_TEXT) + OPEN))
+    tokenize_file(rows, model_with(tmp_path / "with", EACH.format("{{ message.reasoning_content }}" + AS_TEXT) + OPEN))
 
 
 def test_a_folder_without_a_tokenizer_is_named_once(tmp_path):

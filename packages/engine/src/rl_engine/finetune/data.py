@@ -70,6 +70,7 @@ class ChatTokenizer:
         self._loaded: Any = None
         self._tokens: FolderTokens | None = None
         self._tools: list[Any] | None = None
+        self._forms: tuple[bool, bool] | None = None
         self._given: dict[str, list[Any]] = {}
         self.images: list[str] = []
         """Encoded images and videos of the row: those of the last chat, in its order; without a chat all of them."""
@@ -98,9 +99,28 @@ class ChatTokenizer:
         self.images = [*map(encoded, self._given["image"]), *map(encoded_video, self._given["video"])]
 
     def _shown(self, messages: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Messages for the chat template; their images and videos are taken out into `images`."""
+        """Messages for the chat template, in the form that it takes; images and videos are taken out into `images`."""
         shown, self.images = take_images(_as_chat(messages), self._given)
-        return shown
+        return [{**each, "content": self._in_form(each["content"])} if "content" in each else each for each in shown]
+
+    def _in_form(self, content: Any) -> Any:
+        """Content as text or as parts: templates write Python's spelling of the form they do not know, or nothing."""
+        if self._forms is None:
+            self._forms = _forms_of(self._tokenizer())
+        takes_text, takes_parts = self._forms
+        if takes_text and isinstance(content, list) and all(map(_is_text_part, content)):  # pyright: ignore[reportUnknownArgumentType]
+            return "".join(part["text"] for part in content)  # pyright: ignore[reportUnknownVariableType]
+        if takes_parts and not takes_text and isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        return content
+
+    def _check_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises DataError where the template leaves out the reasoning of the last message, which is learned."""
+        reasoning = messages[-1].get("reasoning_content")
+        if isinstance(reasoning, str) and reasoning.strip() not in self._render(messages):
+            raise DataError(
+                "the chat template leaves out reasoning_content; use one that writes it, or write it into content"
+            )
 
     def text(self, text: str) -> tuple[list[int], list[int]]:
         """Raw text without a chat template, as its first token and the others, ended by the tokenizer's eos."""
@@ -134,6 +154,7 @@ class ChatTokenizer:
         if len(said) != 1 or said[0].get("role") != "assistant":
             raise DataError("a completion given as a chat is one message of the assistant; give several in messages")
         *shown, answer = self._shown([*_as_chat(messages), *said])
+        self._check_reasoning([*shown, answer])
         with self._rendering():
             return self._folder_tokens().turn(self._tokenizer(), shown, answer)
 
@@ -150,6 +171,8 @@ class ChatTokenizer:
         if not turns:
             raise DataError("messages has no assistant turn to learn from")
         messages = self._shown(messages)
+        for turn in turns:
+            self._check_reasoning(messages[: turn + 1])
         if len(turns) == 1:
             with self._rendering():
                 prompt, said = self._folder_tokens().turn(self._tokenizer(), messages[: turns[0]], messages[turns[0]])
@@ -208,6 +231,26 @@ class ChatTokenizer:
         if self._tokens is None:
             self._tokens = folder_tokens(self._model_path)
         return self._tokens
+
+
+_ANCHOR = "ANCHORanchorANCHOR"
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _forms_of(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether a chat template writes contents that are text, and ones that are lists of parts."""
+    part, found = {"type": "text", "text": _ANCHOR}, list[bool]()
+    for content in (_ANCHOR, [part]):
+        chat = [{"role": role, "content": content} for role in ("user", "assistant")]
+        try:
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception:  # noqa: BLE001 - a template refuses by whatever its engine raises
+            text = ""
+        found.append(text.count(_ANCHOR) == 2 and str(part) not in text and json.dumps(part) not in text)
+    return found[0], found[1]
 
 
 class _ToolTokenizer:
