@@ -7,7 +7,7 @@ TinkerError
 │   ├── NotFoundError (LookupError)      404: no such session, model or checkpoint of this tenant
 │   ├── GoneError                        410: the session has ended, or the result is no longer there
 │   ├── QuotaError                       429: the tenant has reached a quota; ask again later
-│   └── UnsupportedError                 501: part of the API that this server does not have
+│   └── UnsupportedError                 400: part of the API that this server does not have
 ├── JournalError (RuntimeError)          the journal cannot be written; nothing was acknowledged
 ├── RanksLostError (ConnectionError)     the training processes ended or did not answer in time
 └── CommandError (RuntimeError)          the training processes rejected a request
@@ -55,9 +55,7 @@ class QuotaError(RequestError):
 
 
 class UnsupportedError(RequestError):
-    """Part of the API that this server does not have."""
-
-    status = 501
+    """Part of the API that this server does not have. No 501: the SDK sends a request again for hours after any 5xx."""
 
 
 class JournalError(TinkerError, RuntimeError):

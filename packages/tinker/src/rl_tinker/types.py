@@ -114,6 +114,8 @@ class Kind(StrEnum):
     SAVE_FOR_SAMPLER = "save_weights_for_sampler"
     SAVE_EXTERNAL = "save_weights_external"
     LOAD = "load_weights"
+    REJECTED = "rejected"
+    """Request that was answered with an error: it uses up its number, for which later operations would wait."""
 
 
 class Status(StrEnum):
@@ -214,7 +216,8 @@ class Operation(msgspec.Struct, kw_only=True):
     seq: int
     kind: Kind
     body: bytes
-    """Body of the request, as it arrived (decompressed); empty once it cannot be needed again."""
+    """Body of the request, as it arrived (decompressed); empty once it cannot be needed again. Of a rejected one: the
+    error."""
     created: float
     status: Status = Status.PENDING
     result: bytes = b""

@@ -115,7 +115,7 @@ def shared(tiny_model, tmp_path_factory):
         ("/asample", {"prompt": {"chunks": [{"type": "image", "tokens": []}]}}),
     ],
 )
-def test_what_the_server_does_not_have_is_501(shared, path, given):
+def test_what_the_server_does_not_have_is_400(shared, path, given):
     client = Client(shared)
     if path == "/create_model":
         status, answer = client.create(**given)
@@ -123,7 +123,7 @@ def test_what_the_server_does_not_have_is_501(shared, path, given):
         status, answer = client.sample(**given)
     else:
         status, answer = client.post(path, given)
-    assert (status, answer["type"]) == (501, "UnsupportedError")
+    assert (status, answer["type"]) == (400, "UnsupportedError")
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,36 @@ def test_a_cancelled_operation_fails_in_its_turn(server):
     assert client.ended(late) == {"error": "cancelled", "category": "user"}
     assert client.post("/cancel_future", {"request_id": late[1]["request_id"]})[0] == 204
     assert client.ended(created)["model_id"] == model
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/optim_step", {"adam_params": {"learning_rate": -1.0}}),
+        ("/optim_step", {"optimizer_params": {"type": "muon"}}),
+        ("/save_weights", {"path": "a/b"}),
+        ("/save_weights_for_sampler", {"kind": "inflight"}),
+        ("/save_weights_external", {}),
+        ("/load_weights", {"path": "x", "optimizer": True, "weights_access_token": "t"}),
+        ("/forward", "no_such_loss"),
+        ("/forward_backward", "ppo"),
+    ],
+)
+def test_operations_after_a_rejected_one_run(shared, path, given):
+    """The SDK numbers requests before it sends them; the server answers 400, and nothing has that number again."""
+    client = Client(shared)
+    model = client.ended(client.create())["model_id"]
+    if isinstance(given, str):
+        request = message("ForwardBackwardRequest").FromString(body(1.0, model))
+        request.seq_id, request.loss_fn = 1, given
+        rejected = request.SerializeToString()
+    else:
+        rejected = {"model_id": model, "seq_id": 1} | given
+    assert client.post(path, rejected)[0] == 400
+    assert client.ended(client.post("/optim_step", {"model_id": model, "seq_id": 2}))["metrics"]
+    assert client.post(path, rejected)[0] == 400
+    assert client.ended(client.post("/save_weights", {"model_id": model, "seq_id": 3, "path": "last"}))["path"]
+    client.post(f"/sessions/{client.session}/finish", {})
 
 
 def test_a_cancelled_sample_ends(server):
@@ -265,7 +295,7 @@ def test_all_weights_are_of_one_tenant(tiny_model, tmp_path):
         model = alice.ended(alice.create())["model_id"]
         assert alice.post("/get_info", {"model_id": model})[1]["is_lora"] is False
         assert alice.ended(alice.create(1, lora_config=None))
-        assert alice.create(2, lora_config={"rank": 4})[0] == 501
+        assert alice.create(2, lora_config={"rank": 4})[0] == 400
         assert bob.create()[0] == 429
         assert alice.post(f"/sessions/{alice.session}/finish", {})[0] == 204
         until(lambda: bob.create()[0] == 200)

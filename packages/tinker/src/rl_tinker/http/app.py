@@ -248,7 +248,7 @@ async def _absent(call: Call) -> Any:
 
 
 def _error(error: Exception, status: int) -> web.Response:
-    headers = {"x-should-retry": "false"} if status == UnsupportedError.status else {}
+    headers: dict[str, str] = {}
     if isinstance(error, QuotaError):
         headers["Retry-After"] = "1"
     if isinstance(error, NotAllowedError):

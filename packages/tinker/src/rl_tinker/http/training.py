@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from rl_tinker.errors import GoneError, QuotaError, RequestError, UnsupportedErr
 from rl_tinker.http.app import Reply
 from rl_tinker.service import api
 from rl_tinker.types import AdapterSpec, Kind, Model, Operation
-from rl_tinker.wire.rows import check_ranges, decode_forward_backward
+from rl_tinker.wire.rows import check_ranges, decode_forward_backward, number_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_tinker.http.app import Call, Handler
     from rl_tinker.types import Session
 
@@ -190,6 +193,30 @@ async def _submit(call: Call, model: Model, seq: int, kind: Kind, *records: Mode
     return {"request_id": accepted.id, "model_id": model.id}
 
 
+async def _numbered(handler: Handler, number_of: Callable[[bytes], tuple[str, int]], call: Call) -> Any:
+    """Answer a request about a model; one that is rejected uses up its number, for which later ones would wait."""
+    try:
+        return await handler(call)
+    except RequestError as error:
+        if error.status == RequestError.status:
+            await _use_number(call, *number_of(call.body), str(error))
+        raise
+
+
+async def _use_number(call: Call, model_id: str, seq: int, error: str) -> None:
+    model = call.service.store.models.get(model_id)
+    if model is not None and model.tenant == call.tenant.name and seq >= max(model.next_seq, 1):
+        await _submit(replace(call, body=error.encode()), model, seq, Kind.REJECTED)
+
+
+def _number_in_json(body: bytes) -> tuple[str, int]:
+    try:
+        found = msgspec.json.decode(body, type=api.Numbered)
+    except msgspec.DecodeError:
+        return "", 0
+    return found.model_id, found.seq_id
+
+
 async def retrieve_future(call: Call) -> Any:
     """Result of an operation or a sample; 408, after a while, if it has not ended."""
     store, request_id = call.service.store, call.text("request_id")
@@ -237,13 +264,13 @@ async def cancel_future(call: Call) -> Any:
 ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/create_model", create_model),
     ("POST", "/get_info", get_info),
-    ("POST", "/forward", forward_backward),
-    ("POST", "/forward_backward", forward_backward),
-    ("POST", "/optim_step", optim_step),
-    ("POST", "/save_weights", partial(save, Kind.SAVE)),
-    ("POST", "/save_weights_for_sampler", partial(save, Kind.SAVE_FOR_SAMPLER)),
-    ("POST", "/save_weights_external", partial(save, Kind.SAVE_EXTERNAL)),
-    ("POST", "/load_weights", load_weights),
+    ("POST", "/forward", partial(_numbered, forward_backward, number_of)),
+    ("POST", "/forward_backward", partial(_numbered, forward_backward, number_of)),
+    ("POST", "/optim_step", partial(_numbered, optim_step, _number_in_json)),
+    ("POST", "/save_weights", partial(_numbered, partial(save, Kind.SAVE), _number_in_json)),
+    ("POST", "/save_weights_for_sampler", partial(_numbered, partial(save, Kind.SAVE_FOR_SAMPLER), _number_in_json)),
+    ("POST", "/save_weights_external", partial(_numbered, partial(save, Kind.SAVE_EXTERNAL), _number_in_json)),
+    ("POST", "/load_weights", partial(_numbered, load_weights, _number_in_json)),
     ("POST", "/retrieve_future", retrieve_future),
     ("POST", "/cancel_future", cancel_future),
 ]

@@ -54,6 +54,13 @@ class CreateModel(msgspec.Struct, kw_only=True):
     optimizer_config: Optimizer | None = None
 
 
+class Numbered(msgspec.Struct, kw_only=True):
+    """Operation on a model; its number, and no other field."""
+
+    model_id: str
+    seq_id: int
+
+
 class OptimStep(msgspec.Struct, kw_only=True):
     """`optim_step`."""
 

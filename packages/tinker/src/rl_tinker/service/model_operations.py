@@ -95,6 +95,8 @@ class ModelOperations:
                     return await self._create(model)
                 case Kind.LOAD:
                     return await self._load(model, msgspec.json.decode(operation.body, type=api.LoadWeights))
+                case Kind.REJECTED:
+                    return failure(operation.body.decode(), is_user=True)
                 case Kind.OPTIM_STEP:
                     return await self._optim_step(model, msgspec.json.decode(operation.body, type=api.OptimStep))
                 case _:

@@ -77,6 +77,16 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
+def number_of(body: bytes) -> tuple[str, int]:
+    """Model and number of a `forward_backward` request whose other fields may be wrong; ("", 0) if it is none."""
+    request = message("ForwardBackwardRequest")()
+    try:
+        request.ParseFromString(body)
+    except DecodeError:
+        return "", 0
+    return request.model_id, request.seq_id
+
+
 def _settings(request: Any) -> dict[str, float]:
     settings = dict(request.loss_fn_config)
     for name, value in request.loss_fn_config_v2.items():
