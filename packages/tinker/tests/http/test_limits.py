@@ -6,6 +6,7 @@ import json
 import threading
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from packages.tinker.tests.service.test_durability import body
 from packages.tinker.tests.support import KEY, FakeGroup, FakeReplicas, running
@@ -130,6 +131,7 @@ def test_what_the_server_does_not_have_is_400(shared, path, given):
     ("path", "given", "told"),
     [
         ("/create_model", {"lora_config": {"rank": 300}}, "lora_config.rank=300 must be from 1 to max_rank=256"),
+        ("/create_model", {"lora_config": {"rank": 2, "seed": 2**70}}, "at `$.lora_config.seed`"),
         ("/asample", {"num_samples": 0}, "Expected `int` >= 1 - at `$.num_samples`"),
         ("/asample", {"topk_sample_logprobs": 65}, "Expected `int` <= 64 - at `$.topk_sample_logprobs`"),
         ("/optim_step", {"model_id": "m", "adam_params": {"beta1": 1.0}}, "Expected `float` < 1.0"),
@@ -148,6 +150,23 @@ def test_a_number_out_of_range_is_400(shared, path, given, told):
         status, answer = client.post(path, given)
     assert (status, answer["type"]) == (400, "RequestError")
     assert told in answer["error"]
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_a_policy_loss_of_a_table_of_targets_is_400(shared, loss):
+    request = message("ForwardBackwardRequest")(model_id="m", loss_fn=loss)
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(3, dtype="<i4").tobytes()
+    for name, values in [
+        ("target_tokens", np.ones((3, 2), "<i8")),
+        ("logprobs", np.zeros((3, 2), "<f4")),
+        ("advantages", np.ones((3, 2), "<f4")),
+    ]:
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dense, tensor.dtype = values.tobytes(), 2 if values.dtype.kind == "i" else 1
+        tensor.shape.extend(values.shape)
+    status, answer = Client(shared).post("/forward_backward", request.SerializeToString())
+    assert (status, "(3, 2)" in answer["error"]) == (400, True)
 
 
 def test_a_cancelled_operation_fails_in_its_turn(server):

@@ -24,7 +24,7 @@ class Lora(msgspec.Struct, kw_only=True):
     """LoRA configuration of a new model."""
 
     rank: int
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True

@@ -110,6 +110,8 @@ def _row(index: int, datum: Any, loss: LossName) -> Row:
             f"{where}: target_tokens has shape {targets.shape}, and model_input {tokens.size} tokens; give one target "
             "(or a row of K) for each token"
         )
+    if targets.ndim == 2 and loss != LossName.CROSS_ENTROPY:
+        raise RequestError(f"{where}: target_tokens has shape {targets.shape}; {loss} takes one target for each token")
     needed = _NEEDED.get(loss, _OF_SAMPLES)
     if missing := [name for name in needed if name not in columns]:
         raise RequestError(f"{where} has no loss_fn_inputs[{missing[0]!r}], which {loss} needs")
