@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_engine import ConfigError, EngineConfig, LoraConfig, OptimizerConfig
+from rl_engine import ConfigError, EngineConfig, LoraConfig, OptimizerConfig, ParallelConfig
 
 
 def config_of(changes, rate):
@@ -52,3 +52,9 @@ def test_what_cannot_be_meant_is_one_sentence(changes, rate, sentence):
 def test_an_adapter_that_cannot_be_meant_is_one_sentence(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         LoraConfig(**changes)
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "ep", "vpp", "cp", "sp", "dp_replicate"])
+def test_a_parallel_size_below_one_names_its_key(name):
+    with pytest.raises(ConfigError, match=rf"parallel\.{name} is 0; it must be 1 or more"):
+        ParallelConfig(**{name: 0})

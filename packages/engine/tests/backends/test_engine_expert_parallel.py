@@ -152,7 +152,6 @@ def test_drawn_weights_and_bfloat16_are_those_of_one_process(two):
         (3, 3, "parallel.ep = 3 does not divide the model's 4 experts."),
         (2, 3, "parallel.ep = 2 does not divide 3 ranks."),
         (2, 6, "parallel.ep = 2 leaves 3 ranks to share each expert, and 3 does not divide the 32 rows of its"),
-        (0, 2, "parallel.ep is 0; it is a number of ranks, 1 or more."),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(tmp_path, ep, size, said):

@@ -216,7 +216,6 @@ def test_windowed_and_full_layers_see_the_same_on_fsdp(tmp_path):
         ({"parallel": ParallelConfig(tp=2, cp=4)}, r"parallel\.tp \* cp = 8 does not divide the model's 4 query heads"),
         ({"parallel": ParallelConfig(pp=2, vpp=2)}, r"parallel\.pp \* vpp = 4 does not divide the model's 2 layers"),
         ({"parallel": ParallelConfig(vpp=2)}, r"parallel\.vpp is 2 and parallel\.pp is 1; pieces need a pipeline"),
-        ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp is 0"),
         ({"parallel": ParallelConfig(sequence_parallel=True)}, "it would do nothing"),
         ({"head": Head.VALUE, "entropy": True}, "entropy is True; it needs head=lm"),
         ({"num_candidates": 79}, "num_candidates is 79; the model's vocabulary has 78 entries"),

@@ -150,12 +150,11 @@ def test_layouts_that_do_not_divide_the_model(ours, kind, model, parallel, said)
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        ({"pp": 0}, "parallel.pp is 0; it must be 1 or more"),
         ({"sp": 2}, "parallel.sp is 2; it belongs to the fsdp backend. Here use cp"),
         ({"vpp": 2}, "parallel.vpp is 2 and parallel.pp is 1; pieces need a pipeline"),
         ({"sequence_parallel": True}, "parallel.sequence_parallel needs parallel.tp above 1"),
     ],
-    ids=["zero", "sp", "vpp", "sequence"],
+    ids=["sp", "vpp", "sequence"],
 )
 def test_layouts_that_make_no_sense(ours, parallel, said):
     with pytest.raises(ConfigError, match=said):

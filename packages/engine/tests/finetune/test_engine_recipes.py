@@ -44,6 +44,9 @@ def test_a_recipe_of_ones_own_and_what_is_none(tmp_path):
     mine.write_text("[1, 2]")
     with pytest.raises(ConfigError, match="must hold keys and values"):
         parse_config(SftConfig, [str(mine), *NEEDED])
+    mine.write_text("lr: 1e-5\nepochs: 1\nlr: 1e-6\n")
+    with pytest.raises(ConfigError, match="has the key 'lr' twice"):
+        parse_config(SftConfig, [str(mine), *NEEDED])
     mine.write_text("learning_rate: 1\n")
     with pytest.raises(ConfigError, match="nearest"):
         parse_config(SftConfig, [str(mine), *NEEDED])

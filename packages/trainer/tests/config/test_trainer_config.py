@@ -55,6 +55,11 @@ def test_an_unknown_key_names_the_nearest(override, nearest):
         ("rollout.temperature=0", "greater than or equal to 0.01"),
         ("steps", "not of the form key=value"),
         ("steps.more=1", "is a value, not a section"),
+        ("algorithm.loss=[", r"algorithm.loss=\[' is not valid YAML"),
+        ("agent.options={1: 2}", r"agent.options.*valid string, got 1"),
+        ("tracking.trackers=[[console]]", r"tracking.trackers: .*got \[\['console'\]\]"),
+        ("engine.parallel.tp=0", "parallel.tp is 0; it must be 1 or more"),
+        ("batch={group_size: 4, group_size: 8}", "found the key 'group_size' a second time"),
         ("reward.parts.a={kind: rule, prompt: {x}", "reward.parts.a={kind: rule, prompt: {x}' is not valid YAML"),
     ],
 )
@@ -104,6 +109,20 @@ def test_a_recipe_file_of_ones_own(tmp_path):
     path.write_text("- not a mapping\n")
     with pytest.raises(ConfigError, match="must hold a mapping"):
         load_config(str(path))
+
+
+def test_a_key_that_a_recipe_has_twice_is_an_error(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: quickstart\nbatch: {group_size: 4}\nsteps: 3\nbatch: {batch_size: 64}\n")
+    with pytest.raises(ConfigError, match=r"(?s)mine\.yaml .*the key 'batch' a second time.*line 4"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.e-3", "+1E-3", ".1e-2", "0.001"])
+def test_options_read_a_number_with_an_exponent(text):
+    config = load_config("quickstart", [f"agent.options={{weight: {text}}}", f"data.options.share={text}"])
+    assert config.agent.options == {"weight": 0.001}
+    assert config.data.options["share"] == 0.001
 
 
 def test_settings_of_one_rollout_backend_reach_its_server():

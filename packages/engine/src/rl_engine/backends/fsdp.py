@@ -451,14 +451,7 @@ def _require_slices(scorer: Scorer, config: EngineConfig, pieces: Mapping[str, l
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Refuse what cannot be honoured on any number of ranks, before anything starts.
-
-    Raises:
-        ConfigError: says which setting.
-    """
-    for name in ("sp", "dp_replicate", "ep"):
-        if getattr(parallel, name) < 1:
-            raise ConfigError(f"parallel.{name} is {getattr(parallel, name)}; it is a number of ranks, 1 or more.")
+    """Refuse what cannot be honoured on any number of ranks, before anything starts."""
     if replace(parallel, sp=1, dp_replicate=1, ep=1) != ParallelConfig():
         raise ConfigError(f"parallel is {parallel}; the fsdp backend takes sp, dp_replicate and ep only. Use megatron.")
 

@@ -250,9 +250,9 @@ class TorchtitanBackend(ModuleBackend):
         """See `ModuleBackend`."""
         config = self.config
         check_aux(config.router_aux_loss_coef, None)
-        if config.parallel.dp_replicate < 1 or replace(config.parallel, dp_replicate=1) != ParallelConfig():
+        if replace(config.parallel, dp_replicate=1) != ParallelConfig():
             raise ConfigError(
-                f"parallel is {config.parallel}; the torchtitan backend takes dp_replicate only, 1 or more. "
+                f"parallel is {config.parallel}; the torchtitan backend takes dp_replicate only. "
                 "Use fsdp for sp, and megatron for the others."
             )
         check_replicas(config.parallel, world_size)

@@ -157,11 +157,14 @@ def _recipe(name: str, program: str) -> list[str]:
             f"there is no recipe {name!r} of {program}: give {shipped}, {shipped}-vlm, or a .yaml file, or key=value."
         )
     try:
-        found = yaml.safe_load(file.read_text())
+        found = yaml.safe_load(text := file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} must hold keys and values, such as lr: 1.0e-5")
+    names = [key.value for key, _ in yaml.compose(text).value]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{file} has the key {twice!r} twice; take one out")
     words = {None: "none", True: "true", False: "false"}
     return [f"{key}={words[value] if value is None or type(value) is bool else value}" for key, value in found.items()]
 

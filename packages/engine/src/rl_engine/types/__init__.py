@@ -255,6 +255,10 @@ class ParallelConfig:
     """Copies of the sharded model, one on each group of neighbouring ranks (hybrid sharding): parameters are gathered
     within a group, gradients are summed over all."""
 
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep", "vpp", "cp", "sp", "dp_replicate"):
+            _need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "1 or more")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

@@ -9,8 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from rl_trainer.config.load import read_yaml
 from rl_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ def read_words(words: Sequence[str], folders: Sequence[Path], shipped: Shipped, 
 def compose(file: Path, shipped: Shipped, notes: dict[str, str], package: str = "") -> dict[str, Any]:
     """Settings of a YAML file, with those of its `defaults` that are there."""
     try:
-        tree = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        tree = read_yaml(file.read_text())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--from-verl {file} cannot be read: {error}") from error
     if not isinstance(tree, Mapping):
         raise ConfigError(f"--from-verl {file} must hold verl's configuration, a mapping of keys")
@@ -113,11 +112,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _value(text: str) -> Any:
     """As Hydra reads it: YAML with numbers such as 1e-6, and without dates, sexagesimals, yes and no."""
     try:
-        value = yaml.safe_load(text) if _PLAIN.fullmatch(text) else text
-    except yaml.YAMLError:
+        value = read_yaml(text) if _PLAIN.fullmatch(text) else text
+    except ValueError:
         return text
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d_]*\.?\d+\.?e[-+]?\d+", value, re.IGNORECASE):
-        return float(value)
     return None if value == "None" else value
 
 

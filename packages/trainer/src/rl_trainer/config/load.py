@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args, ge
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from yaml.composer import ComposerError
 
 from rl_trainer.config.schema import AlgorithmConfig, Config, PolicySection, ServedModel
 from rl_trainer.equivalents import rows
@@ -41,20 +42,14 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """
     tree = _read_recipe(recipe)
     algorithm: dict[str, Any] = tree.get("algorithm") or {}
-    losses = [value.strip() for key, _, value in (each.partition("=") for each in overrides) if key == "algorithm.loss"]
-    if losses and yaml.safe_load(losses[-1]) != algorithm.get("loss", AlgorithmConfig().loss):
+    values = [_parse(override) for override in overrides]
+    given = dict(values)
+    if "algorithm.loss" in given and given["algorithm.loss"] != algorithm.get("loss", AlgorithmConfig().loss):
         algorithm.pop("loss_options", None)  # they are the options of the recipe's own loss
-    given = [override.partition("=")[0].strip() for override in overrides]
     if {"steps", "epochs"} <= set(given):
         raise ConfigError("steps and epochs both say how long the run is; leave one out")
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise ConfigError(f"override {override!r} is not of the form key=value")
-        try:
-            _set(tree, key.strip(), yaml.safe_load(value))
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
+    for key, value in values:
+        _set(tree, key, value)
     _keep_ratio(tree, recipe, given)
     _fill_policies(tree)
     try:
@@ -80,7 +75,48 @@ def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-def _keep_ratio(tree: dict[str, Any], recipe: str, given: Sequence[str]) -> None:
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers may be written as 1e-3, as in YAML 1.2, and whose mappings have each key once."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        before: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in before:
+                    raise ComposerError(None, None, f"found the key {key.value!r} a second time", key.start_mark)
+                before.add((key.tag, key.value))
+        return node
+
+
+_NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def read_yaml(text: str) -> Any:
+    """Value of a YAML document.
+
+    Raises:
+        ValueError: it is not valid, or a mapping has a key twice; the message has line and column.
+    """
+    try:
+        return _Loader(text).get_single_data()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _parse(override: str) -> tuple[str, Any]:
+    """Key and value of an override."""
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise ConfigError(f"override {override!r} is not of the form key=value")
+    try:
+        return key.strip(), read_yaml(value)
+    except ValueError as error:
+        raise ConfigError(f"the value of override {override!r} is not valid YAML: {error}") from error
+
+
+def _keep_ratio(tree: dict[str, Any], recipe: str, given: Collection[str]) -> None:
     """Let `mini_batch_size` follow a `batch_size` that was given alone: as many updates a step as in the recipe."""
     if "batch.batch_size" not in given or "batch.mini_batch_size" in given:
         return
@@ -112,13 +148,12 @@ def layers(recipe: str, overrides: Sequence[str] = ()) -> list[tuple[str, dict[s
     relative_to: Path | None = None
     while base is not None:
         path = _path_of(base, relative_to)
-        tree = yaml.safe_load(path.read_text())
+        tree = read_yaml(path.read_text())
         relative_to, base = path.parent, tree.pop("extends", None)
         found.insert(0, (path.name, tree))
     for override in overrides:
-        key, _, value = override.partition("=")
         tree: dict[str, Any] = {}
-        _set(tree, key.strip(), yaml.safe_load(value))
+        _set(tree, *_parse(override))
         found.append(("the command line", tree))
     return found
 
@@ -148,8 +183,8 @@ def _read_recipe(recipe: str, relative_to: Path | None = None, below: tuple[Path
             f"{path} extends itself, by {' and '.join(str(each) for each in below)}; take one of them out"
         )
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        tree = read_yaml(path.read_text())
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of configuration keys")
@@ -304,7 +339,9 @@ LARGEST_NUMBER = 1e18
 def _with_absolute_files(value: Any) -> Any:
     """Make every `FILE.py:NAME` absolute: workers run in other folders."""
     if isinstance(value, dict):
-        return {absolute(key): _with_absolute_files(item) for key, item in value.items()}
+        return {
+            absolute(key) if isinstance(key, str) else key: _with_absolute_files(item) for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_with_absolute_files(item) for item in value]
     return absolute(value) if isinstance(value, str) else value

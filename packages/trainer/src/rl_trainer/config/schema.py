@@ -874,7 +874,9 @@ class RewardSection:
 
 def _with_options(trackers: object) -> object:
     """Tracker names as a mapping to empty options."""
-    return {name: {} for name in trackers} if isinstance(trackers, list | tuple) else trackers
+    if isinstance(trackers, list | tuple) and all(isinstance(name, str) for name in trackers):
+        return {name: {} for name in trackers}
+    return trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,10 +110,6 @@ def check_parallel(parallel: ParallelConfig) -> None:
     Raises:
         ConfigError: says which setting and why.
     """
-    for name in ("tp", "pp", "vpp", "ep", "cp"):
-        size = getattr(parallel, name)
-        if size < 1:
-            raise ConfigError(f"parallel.{name} is {size}; it must be 1 or more.")
     for name, instead in (("sp", "cp"), ("dp_replicate", "nothing: optimizer state is sharded")):
         if getattr(parallel, name) != 1:
             raise ConfigError(
