@@ -93,6 +93,18 @@ def test_it_stops_at_the_target_sequence_accuracy(tmp_path, model):
     assert 5 < outcome.steps < 200
 
 
+def test_a_run_that_reached_its_target_resumes_at_its_end(tmp_path, model):
+    data = write(tmp_path / "data.jsonl", [chat("1+1=", "2"), chat("1+2=", "3")])
+    config = SftConfig(
+        model_path=str(model), data_path=str(data), output_dir=str(tmp_path / "out"),
+        steps=30, batch_size=2, log_every=3, target_loss=100.0, save_every=1,
+    )  # fmt: skip
+    first = train(config, lambda _: None)
+    again = train(replace(config, resume=True), lambda _: None)
+    assert (first.steps, again.steps) == (3, 3)
+    assert again.metrics == first.metrics
+
+
 def test_text_goes_through_the_template_and_ends_with_eos(tmp_path, model):
     data = write(
         tmp_path / "data.jsonl", [chat("1+1=", "2"), {"prompt_token_ids": [9, 8], "completion_token_ids": [7]}]

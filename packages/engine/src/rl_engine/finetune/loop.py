@@ -55,6 +55,8 @@ _FREE_ON_RESUME = (
     "trackers", "epochs",
 )  # fmt: skip
 """Keys that change nothing of what is learned; `epochs` has become `steps`."""
+_RECENT = "recent"
+"""Step of a checkpoint and metrics of the last ones, in its record: what a target is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,11 +398,12 @@ def _run(
     source = RowBatch(data.columns, needs_mask=True, device=torch.device("cpu"))
     lengths = source.lengths
     num_items = source.num_rows // data.rows_per_item
-    recent: deque[dict[str, float]] = deque(maxlen=config.log_every)
-    means: dict[str, float] = {}
     evaluated: dict[str, float] = {}
     tokens = 0
-    done = _resumed(config, worker, num_items)
+    done, measured_before = _resumed(config, worker, num_items)
+    recent = deque(measured_before, maxlen=config.log_every)
+    means = _means(recent)
+    is_over = len(recent) == config.log_every and config.is_reached(means)
     has_bar = rank == 0 and report is print and sys.stderr.isatty()
     bar = tqdm(total=config.steps, initial=done, unit="step", dynamic_ncols=True, file=sys.stderr, disable=not has_bar)
     say = bar.write if has_bar else report if rank == 0 else _say_nothing
@@ -412,7 +415,7 @@ def _run(
     if rank == 0:
         record = RunRecord(config.output_dir, _described(config), tracker_names(config.trackers), done=done)
     for step, items in enumerate(batches(num_items, config.batch_size, config.seed, config.steps), start=1):
-        if step <= done:
+        if step <= done or is_over:
             continue
         step_started = time.perf_counter()
         alive.begin(step)
@@ -423,7 +426,7 @@ def _run(
         tokens += sum(lengths[row] for row in rows_of(items, data.rows_per_item))
         bar.set_postfix_str(f"loss {recent[-1]['loss']:.4f}", refresh=False)
         bar.update()
-        means = {name: fmean(entry[name] for entry in recent) for name in recent[-1]}
+        means = _means(recent)
         step_s = time.perf_counter() - step_started
         measured = recent[-1] | {"grad_norm": outcome.grad_norm, "lr": outcome.lr}
         measured["tokens_per_s"] = sum(lengths[row] for row in rows_of(items, data.rows_per_item)) / step_s
@@ -441,7 +444,7 @@ def _run(
         if record is not None:
             record.add(step, measured, step_s)
         if config.save_every and (step % config.save_every == 0 or is_last):
-            _save(config, worker, num_items)
+            _save(config, worker, num_items, recent)
         if is_last:
             break
     bar.close()
@@ -459,6 +462,10 @@ def _run(
     if record is not None:
         record.close(asdict(outcome))
     return outcome
+
+
+def _means(recent: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: fmean(entry[name] for entry in recent) for name in recent[-1]} if recent else {}
 
 
 def _facts(config: RunConfig, lengths: Sequence[int], num_items: int) -> list[str]:
@@ -501,26 +508,29 @@ def _record_file(config: RunConfig) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 
-def _resumed(config: RunConfig, worker: TrainingWorker, num_items: int) -> int:
-    """Load the checkpoint of the same run, if there is one and it is wanted; steps taken by then."""
+def _resumed(config: RunConfig, worker: TrainingWorker, num_items: int) -> tuple[int, list[dict[str, float]]]:
+    """Load the checkpoint of the same run, if there is one and it is wanted; steps by then, and metrics of the last."""
     folder, record = checkpoint_folder(config), _record_file(config)
     if not config.resume or not any((place / "manifest.json").is_file() for place in (folder, previous_folder(folder))):
-        return 0
+        return 0, []
     mine, written = _identity(config, num_items), json.loads(record.read_text()) if record.is_file() else {}
+    step, recent = written.pop(_RECENT, (0, []))
     for name in sorted(mine.keys() | written.keys()):
         if mine.get(name) != written.get(name):
             raise ConfigError(
                 f"{folder} was written with {name}={written.get(name)}, this run has {mine.get(name)}; "
                 "resumed, it would not be the same run. Say resume=false to start anew."
             )
-    return worker.load_state(folder)
+    done = worker.load_state(folder)
+    return done, recent if step == done else []
 
 
-def _save(config: RunConfig, worker: TrainingWorker, num_items: int) -> None:
+def _save(config: RunConfig, worker: TrainingWorker, num_items: int, recent: Sequence[Mapping[str, float]]) -> None:
     """The record comes after the checkpoint: one that belongs to another run is never taken for this one's."""
     worker.save_state(checkpoint_folder(config))
     if rank_and_size()[0] == 0:
-        write_whole(_record_file(config), json.dumps(_identity(config, num_items)))
+        found = _identity(config, num_items) | {_RECENT: (worker.step, [*recent])}
+        write_whole(_record_file(config), json.dumps(found))
 
 
 def _evaluate(config: RunConfig, worker: TrainingWorker, rows: Rows) -> dict[str, float]:
