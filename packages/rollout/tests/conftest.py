@@ -76,7 +76,7 @@ def qwen3_folder(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
-def write_adapter(folder, base, seed, *, use_rslora=False):
+def write_adapter(folder, base, seed, *, use_rslora=False, targets=TARGETS):
     """A random adapter in peft's format, and the folder of the model that it is merged into."""
     from safetensors.torch import save_file
 
@@ -85,7 +85,7 @@ def write_adapter(folder, base, seed, *, use_rslora=False):
     weights, tensors = load_weights(base), {}
     generator = torch.Generator().manual_seed(seed)
     for name, weight in weights.items():
-        if any(target in name for target in TARGETS):
+        if any(target in name for target in targets):
             a = torch.randn(rank, weight.shape[1], generator=generator) * 0.3
             b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
             layer = f"base_model.model.{name.removesuffix('.weight')}"
@@ -95,7 +95,7 @@ def write_adapter(folder, base, seed, *, use_rslora=False):
     adapter.mkdir(parents=True)
     save_file(tensors, adapter / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", "use_rslora": use_rslora}
-    config["target_modules"] = list(TARGETS)
+    config["target_modules"] = list(targets)
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(base, merged)
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
@@ -106,10 +106,10 @@ def write_adapter(folder, base, seed, *, use_rslora=False):
 def write_adapters(tmp_path_factory):
     """Of a model folder: two adapters by name, each with its folder and that of the model that it is merged into."""
 
-    def write(base, *, has_rslora=True):
+    def write(base, *, has_rslora=True, targets=TARGETS):
         folder = tmp_path_factory.mktemp("adapters")
-        one = write_adapter(folder / "one", base, 1)
-        two = write_adapter(folder / "two", base, 2, use_rslora=has_rslora)
+        one = write_adapter(folder / "one", base, 1, targets=targets)
+        two = write_adapter(folder / "two", base, 2, use_rslora=has_rslora, targets=targets)
         return {"one": one, "two": two}
 
     return write

@@ -37,11 +37,11 @@ def asked(name, adapter=None, prompt=PROMPT):
     return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params, adapter=adapter)
 
 
-def alone(folder):
+def alone(folder, **more):
     """What a model without adapters gives."""
     config = ServerConfig(model_path=str(folder))
     engine = Engine(load_model(config), config)
-    engine.submit([(asked("r"), 0)])
+    engine.submit([(replace(asked("r"), **more), 0)])
     while engine.can_step:
         engine.step()
     return dict(engine.take_events())["r"]
@@ -73,6 +73,30 @@ def test_adapters_mixed_in_a_batch_equal_merged_models(qwen3_folder, adapters):
         assert output.token_ids == merged.token_ids
         assert output.logprobs == pytest.approx(merged.logprobs, abs=1e-4)
     assert len({each.token_ids for each in want}) == 3
+
+
+@pytest.mark.process
+def test_adapters_of_the_output_layer_equal_merged_models(write_adapters, tmp_path):
+    """A pass computes the output layer for some of its tokens: the last of each prompt, or those that are scored."""
+    folder = write_tiny_model(tmp_path / "untied", tie_word_embeddings=False)
+    adapters = write_adapters(folder, targets=("q_proj", "lm_head"))
+
+    async def scenario(server):
+        return await asyncio.gather(
+            *(server.generate(asked(f"{name}", name)) for name in (None, "one", "two")),
+            *(
+                server.generate(replace(asked(f"{name}-p", name), returns_prompt_logprobs=True))
+                for name in ("one", "two")
+            ),
+        )
+
+    outputs = serve(folder, adapters, scenario)
+    want = [alone(each) for each in (folder, adapters["one"][1], adapters["two"][1])]
+    for output, merged in zip(outputs, [want[i] for i in (0, 1, 2, 1, 2)], strict=True):
+        assert output.token_ids == merged.token_ids
+        assert output.logprobs == pytest.approx(merged.logprobs, abs=1e-4)
+    scored = alone(adapters["two"][1], returns_prompt_logprobs=True)
+    assert outputs[-1].prompt_logprobs == pytest.approx(scored.prompt_logprobs, abs=1e-4)
 
 
 def test_an_unknown_adapter_is_a_sentence(qwen3_folder, adapters):

@@ -39,6 +39,8 @@ class ActiveAdapters:
 
     tokens: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Adapter's name to int64 indices among the packed tokens."""
+    kept: Tensor | None = None
+    """int64 indices of the packed tokens that the LM head gets; None before the first pass."""
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -92,6 +94,7 @@ class ServedLinear:
         self._module = module
         self._active = active
         self._is_packed = is_packed
+        self._gets_kept = is_head
         self._is_head = is_head and getattr(module, "bias", None) is None
         self._is_int8 = is_int8
         self._packed: Any = None
@@ -128,6 +131,8 @@ class ServedLinear:
         for name, tokens in self._active.tokens.items():
             if name in self.adapters:
                 layer = self.adapters[name]
+                if self._gets_kept and self._active.kept is not None:
+                    tokens = torch.isin(self._active.kept, tokens).nonzero()[:, 0]
                 its = x[0, tokens]
                 out[0, tokens] += linear(linear(its, layer.a), layer.b) * layer.scaling
         return out

@@ -137,9 +137,11 @@ class ServedModel:
             "rl_batch": batch,
             **images,
         }
+        which = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if self.active_adapters.tokens:
+            self.active_adapters.kept = torch.arange(input_ids.shape[1], device=self.device)[which]
         if not self.keeps_logits:
             hidden = self.module.base_model(**arguments).last_hidden_state
-            which = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             return self.module.get_output_embeddings()(hidden[:, which])
         return self.module(logits_to_keep=logits_to_keep, **arguments).logits
 
