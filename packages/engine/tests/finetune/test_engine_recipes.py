@@ -37,6 +37,14 @@ def test_a_recipe_gives_values_and_the_command_line_wins(name):
     assert (shorter.steps, shorter.epochs) == (7, 0)
 
 
+def test_paths_of_a_recipe_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (mine := tmp_path / "mine.yaml").write_text("model.path: ~/m\ndata.path: ~/d.jsonl\noutput_dir: ~/out\n")
+    config = parse_config(SftConfig, [str(mine)])
+    assert (config.model_path, config.data_path) == (f"{tmp_path}/m", f"{tmp_path}/d.jsonl")
+    assert config.output_dir == f"{tmp_path}/out"
+
+
 def test_a_recipe_of_ones_own_and_what_is_none(tmp_path):
     (mine := tmp_path / "mine.yaml").write_text("lora.rank: 8\nresume: true\nsave_every: 5\neval_path: null\n")
     config = parse_config(SftConfig, [str(mine), *NEEDED])

@@ -118,6 +118,13 @@ def test_a_key_that_a_recipe_has_twice_is_an_error(tmp_path):
         load_config(str(path))
 
 
+def test_paths_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config("gsm8k", ["output_dir=~/run", "model.path=~/m", "reward.path=~/r.py:score", "data.path=a~/b"])
+    assert (config.output_dir, config.model.path) == (f"{tmp_path}/run", f"{tmp_path}/m")
+    assert (config.reward.path, config.data.path) == (f"{tmp_path}/r.py:score", "a~/b")
+
+
 @pytest.mark.parametrize("text", ["1e-3", "1.e-3", "+1E-3", ".1e-2", "0.001"])
 def test_options_read_a_number_with_an_exponent(text):
     config = load_config("quickstart", [f"agent.options={{weight: {text}}}", f"data.options.share={text}"])

@@ -196,7 +196,7 @@ def _parse(key: str, text: str, kind: Any) -> Any:
             raise ConfigError(f"{key} is {text!r}; wanted true or false.")
         return text.lower() == "true"
     try:
-        return kind(text)
+        return kind(str(Path(text).expanduser()) if text.startswith("~/") else text)
     except ValueError as error:
         wanted = ", ".join(kind) if issubclass(kind, StrEnum) else {int: "a whole number", float: "a number"}[kind]
         raise ConfigError(f"{key} is {text!r}; wanted {wanted}.") from error

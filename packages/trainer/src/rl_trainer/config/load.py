@@ -337,14 +337,16 @@ LARGEST_NUMBER = 1e18
 
 
 def _with_absolute_files(value: Any) -> Any:
-    """Make every `FILE.py:NAME` absolute: workers run in other folders."""
+    """Make every `FILE.py:NAME` absolute, as workers run in other folders, and a leading `~/` the home folder."""
     if isinstance(value, dict):
         return {
             absolute(key) if isinstance(key, str) else key: _with_absolute_files(item) for key, item in value.items()
         }
     if isinstance(value, list):
         return [_with_absolute_files(item) for item in value]
-    return absolute(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return absolute(str(Path(value).expanduser()) if value.startswith("~/") else value)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
