@@ -111,7 +111,8 @@ def test_values_of_other_queues_never_enter_ray_s_object_store(address: str):
         def sum(self, meta: rl_tq.BatchMeta) -> int:
             return int(self.queue.get(meta)["a"].sum())
 
-    until(lambda: stored_bytes() == 0)  # Ray counts with a delay
+    # Ray counts with a delay. Not 0: the traceback of a test that failed before refers to values, and pytest keeps it.
+    until(lambda: stored_bytes() < 4 << 20)
     known = ray.put(torch.zeros(64 << 20, dtype=torch.uint8).numpy())
     until(lambda: stored_bytes() >= 64 << 20)
     of_one_object = stored_bytes()
@@ -124,7 +125,7 @@ def test_values_of_other_queues_never_enter_ray_s_object_store(address: str):
         assert sums == [sum(range(1 << 20))] * 3
         # What came later is counted: all that was put before is, too.
         more = ray.put(torch.zeros(32 << 20, dtype=torch.uint8).numpy())
-        until(lambda: stored_bytes() >= of_one_object + (32 << 20))
+        until(lambda: stored_bytes() >= of_one_object + (28 << 20))
         assert stored_bytes() < of_one_object + (33 << 20)
         del more
     del known
