@@ -7,6 +7,7 @@ writes to shared memory, a dead or stopped server (`storage`), a consumer that d
 """
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import rl_tq
+from rl_bench.waiting import until
 from rl_tq.server.host import Compactor
 
 pytestmark = pytest.mark.process
@@ -59,6 +61,18 @@ def test_a_full_arena_is_an_error_and_the_queue_goes_on(small: Path, num_columns
                 again = queue.put({"a": torch.ones(2, num_columns)}, partition="again")
         assert again is not None
         assert queue.get(again)["a"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("stored", "refused"), [(1, 20 << 20), (12 << 20, (4 << 20) - 4096)])
+def test_a_refused_put_gives_back_the_room_that_it_took(small: Path, stored: int, refused: int):
+    """Soon, and not only when memory that was kept for the next put is given up."""
+    with rl_tq.serve(f"file://{small}/queue", timeout_s=20.0) as queue:
+        queue.put({"a": torch.zeros((1, stored), dtype=torch.uint8)}, partition="a")
+        room = shutil.disk_usage(small).free
+        with pytest.raises(rl_tq.QueueFullError):
+            queue.put({"a": torch.zeros((1, refused), dtype=torch.uint8)}, partition="b")
+        until(lambda: shutil.disk_usage(small).free == room, timeout_s=5.0)
+        assert len(list(small.glob("queue/*.segment"))) == 1
 
 
 def test_a_full_arena_ends_no_server_and_can_be_served_again(small: Path, monkeypatch):

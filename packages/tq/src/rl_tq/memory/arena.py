@@ -22,7 +22,7 @@ from rl_tq.errors import QueueFullError
 from rl_tq.memory.pool import RESERVE_BYTES, RESERVE_S, Reserve, size_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import numpy as np
@@ -110,6 +110,7 @@ class Arena:
                     self._back(number, nbytes)
                 except QueueFullError:
                     self._seal(number)
+                    self._drop([number])  # it has taken what room there was
                     raise
                 return Block(number, 0, self._segments[number].memory[:nbytes], is_alone=True)
             number = self._current
@@ -122,6 +123,8 @@ class Arena:
                 self._back(number, start + nbytes)
             except QueueFullError:  # sealed, so that its memory can be reused once its extents are cleared
                 self._leave(number)
+                if not start:
+                    self._drop([number])
                 raise
             segment.cursor += nbytes + -nbytes % 64
             segment.num_unsettled += 1
@@ -152,11 +155,7 @@ class Arena:
     def trim(self, age_s: float) -> None:
         """Drop spare segments that were unused for `age_s`, and the oldest beyond the reserve's limit."""
         with self._lock:
-            gone = self._spare.trim(age_s, RESERVE_BYTES)
-            for number in gone:
-                del self._segments[number]
-        for number in gone:
-            self._retire(number)
+            self._drop(self._spare.trim(age_s, RESERVE_BYTES))
 
     @property
     def has_spare(self) -> bool:
@@ -169,6 +168,12 @@ class Arena:
             self._segments.clear()
             self._spare = Reserve()
             self._current = 0
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        """Free empty segments that are sealed."""
+        for number in numbers:
+            del self._segments[number]
+            self._retire(number)
 
     def _leave(self, number: int) -> None:
         """Stop allocating from a shared segment; it is sealed once all of its blocks are settled.
