@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
-from rl_agent import AgentRunner, Failure, create_loop
+from rl_agent import AgentRunner, Failure, create_loop, tokenize_prompt, tokenize_prompts
 from rl_agent.testing import FakeGenerator
 from rl_rollout.types import FinishReason
 
@@ -152,3 +152,17 @@ def test_an_environment_without_a_seed_may_open_anew(make_tokenizer):
     first, second, (result,) = asyncio.run(main())
     assert first != second
     assert result.outputs[0].prompt_token_ids == tuple(server.requests[0].prompt_token_ids)
+
+
+_EACH = "{{% for message in messages %}}{{{{ message.role }}}}={}<|im_end|>{{% endfor %}}assistant="
+_PARTS = "{% for part in message.content if part is mapping %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("written", ["{{ message.content }}", "{{ message.content + '' }}", _PARTS])
+def test_contents_as_text_and_as_parts_are_one_prompt(make_tokenizer, written):
+    tokenizer = make_tokenizer("qwen", _EACH.format(written))
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in SHOTS]
+    want = "".join(f"{message['role']}={message['content']}<|im_end|>" for message in SHOTS) + "assistant="
+    rows = [{"prompt": SHOTS}, {"prompt": parts}]
+    for prompts in ([tokenize_prompt(tokenizer, row) for row in rows], tokenize_prompts(tokenizer, rows)):
+        assert [tokenizer.decode(ids) for ids, _ in prompts] == [want, want]

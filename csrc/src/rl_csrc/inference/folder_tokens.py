@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_csrc.inference.tool_calls import with_arguments
+from rl_csrc.inference.messages import messages_for
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -104,14 +104,14 @@ class FolderTokens:
             chat: The messages before.
             answer: The assistant's message. The chat template writes it, so that it is trimmed as in longer chats.
         """
-        whole = with_arguments(tokenizer, [*chat, answer])
+        whole = messages_for(tokenizer, [*chat, answer])
         before: str = tokenizer.apply_chat_template(whole[:-1], add_generation_prompt=True, tokenize=False)
         after: str = tokenizer.apply_chat_template(whole, add_generation_prompt=False, tokenize=False)
         written = after.removeprefix(before)
         if not after.startswith(before):  # some open a reply with more than they write of a finished one, as <think>
             if answer.get("tool_calls"):
                 raise ValueError("the template opens a reply with more than it writes of one with tool calls")
-            probe = [*whole[:-1], {"role": "assistant", "content": _ANCHOR}]
+            probe = messages_for(tokenizer, [*whole[:-1], {"role": "assistant", "content": _ANCHOR}])
             plain = tokenizer.apply_chat_template(probe, add_generation_prompt=False, tokenize=False)
             opening = before.removeprefix(plain.partition(_ANCHOR)[0])
             written = _text_of(answer.get("content")).removeprefix(opening).removeprefix(opening.strip())

@@ -140,7 +140,7 @@ class TurnTemplate:
 
     def _render(self, conversation: Sequence[Message], *, is_open: bool) -> str:
         rendered = self._tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=is_open, tokenize=False, **self._kwargs
+            with_contents(self._tokenizer, conversation), add_generation_prompt=is_open, tokenize=False, **self._kwargs
         )
         if not isinstance(rendered, str):
             raise TemplateError(f"the chat template gave {type(rendered).__name__} for tokenize=False; text is needed")
@@ -299,7 +299,7 @@ def tokenize_prompts(
             found = [take_images(messages_of(row), row, takes_videos=takes_videos(tokenizer)) for row in chunk]
             if any(images for _, images in found):
                 raise RowError("images are counted row by row")
-            conversations: list[Any] = [with_arguments(tokenizer, messages) for messages, _ in found]
+            conversations: list[Any] = [messages_for(tokenizer, messages) for messages, _ in found]
             many = tokenizer.apply_chat_template(
                 conversations, add_generation_prompt=True, tokenize=True, return_dict=False
             )
@@ -320,7 +320,7 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
         TemplateError: the tokenizer has no chat template, or one that does not give ids.
         RowError: its chat template refuses these messages, or leaves out their images.
     """
-    messages = with_arguments(tokenizer, messages)
+    messages = messages_for(tokenizer, messages)
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **kwargs
@@ -340,6 +340,60 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: A
         if bare == ids:
             raise RowError("the chat template leaves out the images; use the template of a vision-language model")
     return tuple(ids)
+
+
+def messages_for(tokenizer: Tokenizer, chat: Sequence[Message]) -> list[Message]:
+    """Messages with contents and arguments of tool calls in the form that the template of `tokenizer` takes.
+
+    Raises:
+        RowError: the template leaves out tool calls.
+    """
+    return with_arguments(tokenizer, with_contents(tokenizer, chat))
+
+
+def with_contents(tokenizer: Tokenizer, chat: Sequence[Message]) -> list[Message]:
+    """Messages whose contents are text, or lists of text parts, as the template of `tokenizer` writes them.
+
+    Of a form that it does not know, a template writes Python's spelling or nothing. Contents with images stay.
+    """
+    messages = [dict(message) for message in chat]
+    takes_text, takes_parts = _forms_of(tokenizer)
+    for message in messages:
+        content = message.get("content")
+        if takes_text and isinstance(content, list) and all(map(_is_text, cast("list[Any]", content))):
+            message["content"] = "".join(part["text"] for part in cast("list[dict[str, str]]", content))
+        elif takes_parts and not takes_text and isinstance(content, str):
+            message["content"] = [{"type": "text", "text": content}]
+    return [*messages]
+
+
+def _is_text(part: Any) -> bool:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    return fields.get("type") == "text" and isinstance(fields.get("text"), str)
+
+
+_FORMS: dict[str, tuple[bool, bool]] = {}
+
+
+def _forms_of(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """Whether the chat template writes contents that are text, and ones that are lists of parts."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):  # none, or several by name
+        return False, False
+    if template not in _FORMS:
+        _FORMS[template] = _writes(tokenizer, _ANCHOR), _writes(tokenizer, [{"type": "text", "text": _ANCHOR}])
+    return _FORMS[template]
+
+
+def _writes(tokenizer: Tokenizer, content: Any) -> bool:
+    chat: list[Message] = [{"role": role, "content": content} for role in ("user", "assistant")]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except BaseException as error:  # a template refuses by whatever its engine raises
+        if not is_foreign(error):
+            raise
+        return False
+    return text.count(_ANCHOR) == 2 and not any(spelled in text for spelled in ("{'type'", '{"type"', "{'text'"))
 
 
 def with_arguments(tokenizer: Tokenizer, chat: Sequence[Message]) -> list[Message]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import NonTensorStack
 
-from rl_csrc.inference.tool_calls import with_arguments
+from rl_csrc.inference.messages import messages_for
 from rl_engine.batch.packed import ragged_batch
 from rl_engine.checkpoint.hf_folder import folder_tokens
 from rl_engine.errors import DataError
@@ -70,7 +70,6 @@ class ChatTokenizer:
         self._loaded: Any = None
         self._tokens: FolderTokens | None = None
         self._tools: list[Any] | None = None
-        self._forms: tuple[bool, bool] | None = None
         self._given: dict[str, list[Any]] = {}
         self.images: list[str] = []
         """Encoded images and videos of the row: those of the last chat, in its order; without a chat all of them."""
@@ -99,20 +98,9 @@ class ChatTokenizer:
         self.images = [*map(encoded, self._given["image"]), *map(encoded_video, self._given["video"])]
 
     def _shown(self, messages: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Messages for the chat template, in the form that it takes; images and videos are taken out into `images`."""
+        """Messages for the chat template; their images and videos are taken out into `images`."""
         shown, self.images = take_images(_as_chat(messages), self._given)
-        return [{**each, "content": self._in_form(each["content"])} if "content" in each else each for each in shown]
-
-    def _in_form(self, content: Any) -> Any:
-        """Content as text or as parts: templates write Python's spelling of the form they do not know, or nothing."""
-        if self._forms is None:
-            self._forms = _forms_of(self._tokenizer())
-        takes_text, takes_parts = self._forms
-        if takes_text and isinstance(content, list) and all(map(_is_text_part, content)):  # pyright: ignore[reportUnknownArgumentType]
-            return "".join(part["text"] for part in content)  # pyright: ignore[reportUnknownVariableType]
-        if takes_parts and not takes_text and isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        return content
+        return shown
 
     def _check_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raises DataError where the template leaves out the reasoning of the last message, which is learned."""
@@ -206,7 +194,7 @@ class ChatTokenizer:
     def _render(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
         with self._rendering():
             tokenizer = self._tokenizer()
-            chat = with_arguments(tokenizer, messages)
+            chat = messages_for(tokenizer, messages)
             return tokenizer.apply_chat_template(chat, add_generation_prompt=is_open, tokenize=False)
 
     @contextmanager
@@ -231,26 +219,6 @@ class ChatTokenizer:
         if self._tokens is None:
             self._tokens = folder_tokens(self._model_path)
         return self._tokens
-
-
-_ANCHOR = "ANCHORanchorANCHOR"
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _forms_of(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether a chat template writes contents that are text, and ones that are lists of parts."""
-    part, found = {"type": "text", "text": _ANCHOR}, list[bool]()
-    for content in (_ANCHOR, [part]):
-        chat = [{"role": role, "content": content} for role in ("user", "assistant")]
-        try:
-            text = tokenizer.apply_chat_template(chat, tokenize=False)
-        except Exception:  # noqa: BLE001 - a template refuses by whatever its engine raises
-            text = ""
-        found.append(text.count(_ANCHOR) == 2 and str(part) not in text and json.dumps(part) not in text)
-    return found[0], found[1]
 
 
 class _ToolTokenizer:

@@ -7,7 +7,7 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_csrc.inference.tool_calls import with_arguments
+from rl_csrc.inference.messages import messages_for
 from rl_rollout.errors import RequestError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class LazyTokenizer:
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError("the tokenizer has no chat template; use /v1/completions")
         try:
-            chat = with_arguments(tokenizer, messages)
+            chat = messages_for(tokenizer, messages)
             render = partial(tokenizer.apply_chat_template, chat, tokenize=False, add_generation_prompt=True)
             text = render(tools=list(tools) or None)
             shows_tools = not tools or text != render()

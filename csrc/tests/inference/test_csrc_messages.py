@@ -1,10 +1,10 @@
-"""Arguments of tool calls, in the form that a chat template takes."""
+"""Contents and arguments of tool calls, in the form that a chat template takes."""
 
 import json
 
 import pytest
 
-from rl_csrc.inference.tool_calls import with_arguments
+from rl_csrc.inference.messages import messages_for, with_arguments
 
 VALUES = {"a": 1, "b": 'x"y'}
 
@@ -19,6 +19,55 @@ class Templated:
         assert not tokenize
         calls = [call for message in chat for call in message.get("tool_calls", ())]
         return "".join(self.write(call["function"]["arguments"]) for call in calls)
+
+
+class Writing:
+    """Tokenizer whose template writes contents by a function."""
+
+    def __init__(self, write):
+        self.chat_template, self.write = f"template of {id(write)}", write
+
+    def apply_chat_template(self, chat, *, tokenize):
+        assert not tokenize
+        return "".join(self.write(message["content"]) for message in chat)
+
+
+def of_parts(content):
+    return "".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+
+
+def of_text(content):
+    return f"{content}"
+
+
+def of_both(content):
+    return content if isinstance(content, str) else of_parts(content)
+
+
+PART = {"type": "text", "text": "q"}
+PICTURE = [{"type": "image"}, PART]
+
+
+@pytest.mark.parametrize(
+    ("write", "content", "wanted"),
+    [
+        (of_parts, "q", [PART]),
+        (of_parts, [PART], [PART]),
+        (of_text, "q", "q"),
+        (of_text, [PART, PART], "qq"),
+        (lambda content: content + "", [PART], "q"),
+        (of_both, "q", "q"),
+        (of_both, [PART, PART], "qq"),
+        (lambda content: "", "q", "q"),
+        (lambda content: "", [PART], [PART]),
+        (of_text, PICTURE, PICTURE),
+        (of_parts, None, None),
+    ],
+)
+def test_contents_have_the_form_that_the_template_writes(write, content, wanted):
+    tokenizer = Writing(write)
+    assert messages_for(tokenizer, [{"role": "user", "content": content}]) == [{"role": "user", "content": wanted}]
+    assert messages_for(object(), [{"role": "user", "content": content}])[0]["content"] == content
 
 
 def refusing(arguments):

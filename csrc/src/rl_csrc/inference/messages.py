@@ -1,4 +1,4 @@
-"""Arguments of tool calls in chats: as the objects or the JSON text that a chat template takes, whichever was given."""
+"""Messages of chats in the form that a chat template takes: contents, and arguments of tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,60 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-_ARGUMENTS = {"anchor": "ANCHORanchorANCHOR"}
+_ANCHOR = "ANCHORanchorANCHOR"
+_ARGUMENTS = {"anchor": _ANCHOR}
+
+
+def messages_for(tokenizer: Any, chat: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat with contents and arguments of tool calls in the form that the template of `tokenizer` takes.
+
+    Raises:
+        ValueError: the template leaves out tool calls.
+    """
+    return with_arguments(tokenizer, with_contents(tokenizer, chat))
+
+
+def with_contents(tokenizer: Any, chat: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chat whose contents are text, or lists of text parts, as the template of `tokenizer` writes them.
+
+    Of a form that it does not know, a template writes Python's spelling or nothing. Contents with images stay.
+    """
+    messages = [dict(message) for message in chat]
+    takes_text, takes_parts = _forms_of(tokenizer)
+    for message in messages:
+        content = message.get("content")
+        if takes_text and isinstance(content, list) and all(map(_is_text, cast("list[Any]", content))):
+            message["content"] = "".join(part["text"] for part in cast("list[dict[str, str]]", content))
+        elif takes_parts and not takes_text and isinstance(content, str):
+            message["content"] = [{"type": "text", "text": content}]
+    return messages
+
+
+def _is_text(part: Any) -> bool:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    return fields.get("type") == "text" and isinstance(fields.get("text"), str)
+
+
+_FORMS: dict[str, tuple[bool, bool]] = {}
+
+
+def _forms_of(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the chat template writes contents that are text, and ones that are lists of parts."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):  # none, or several by name
+        return False, False
+    if template not in _FORMS:
+        _FORMS[template] = _writes(tokenizer, _ANCHOR), _writes(tokenizer, [{"type": "text", "text": _ANCHOR}])
+    return _FORMS[template]
+
+
+def _writes(tokenizer: Any, content: Any) -> bool:
+    chat = [{"role": role, "content": content} for role in ("user", "assistant")]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except Exception:  # noqa: BLE001 - a template refuses by whatever its engine raises
+        return False
+    return text.count(_ANCHOR) == 2 and not any(spelled in text for spelled in ("{'type'", '{"type"', "{'text'"))
 
 
 def with_arguments(tokenizer: Any, chat: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
