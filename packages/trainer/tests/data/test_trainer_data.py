@@ -87,6 +87,11 @@ def test_gsm8k_lines_are_read_as_they_are(tmp_path):
         ([{**ROW, "prompt": [{"role": "user", "content": None}]}], {}, "message 1 of 'prompt' has content None"),
         ([{**ROW, "prompt": [{"role": "user", "content": 5}]}], {}, "message 1 of 'prompt' has content 5"),
         (
+            [{**ROW, "prompt": [{"role": "assistant", "content": "4"}]}],
+            {},
+            "row 1: 'prompt' ends with a message of the",
+        ),
+        (
             [{**ROW, "reward_model": {"style": "rule"}}],
             {},
             "row 1: 'reward_model' must be an object with 'ground_truth'",

@@ -226,6 +226,11 @@ def checked(record: Mapping[str, Any], where: str) -> Row:
             raise DataError(
                 f"{where}: message {number} of 'prompt' has content {content!r:.80}; give text, or a list of parts"
             )
+    if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        raise DataError(
+            f"{where}: 'prompt' ends with a message of the assistant, so the model would answer its own answer; leave "
+            "that message out"
+        )
     if not isinstance(record["reward_model"], dict) or "ground_truth" not in record["reward_model"]:
         raise DataError(
             f"{where}: 'reward_model' must be an object with 'ground_truth', got {record['reward_model']!r:.80}"
