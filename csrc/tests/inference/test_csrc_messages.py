@@ -57,7 +57,7 @@ PICTURE = [{"type": "image"}, PART]
         (of_text, [PART, PART], "qq"),
         (lambda content: content + "", [PART], "q"),
         (of_both, "q", "q"),
-        (of_both, [PART, PART], "qq"),
+        (of_both, [PART, PART], [PART, PART]),
         (lambda content: "", "q", "q"),
         (lambda content: "", [PART], [PART]),
         (of_text, PICTURE, PICTURE),

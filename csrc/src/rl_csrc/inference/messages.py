@@ -28,11 +28,13 @@ def with_contents(tokenizer: Any, chat: Iterable[Mapping[str, Any]]) -> list[dic
     """
     messages = [dict(message) for message in chat]
     takes_text, takes_parts = _forms_of(tokenizer)
+    if takes_text == takes_parts:  # both: contents stay as they were given
+        return messages
     for message in messages:
         content = message.get("content")
         if takes_text and isinstance(content, list) and all(map(_is_text, cast("list[Any]", content))):
             message["content"] = "".join(part["text"] for part in cast("list[dict[str, str]]", content))
-        elif takes_parts and not takes_text and isinstance(content, str):
+        elif takes_parts and isinstance(content, str):
             message["content"] = [{"type": "text", "text": content}]
     return messages
 
