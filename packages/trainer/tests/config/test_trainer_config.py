@@ -125,6 +125,11 @@ def test_paths_below_the_home_folder(tmp_path, monkeypatch):
     assert (config.reward.path, config.data.path) == (f"{tmp_path}/r.py:score", "a~/b")
 
 
+@pytest.mark.parametrize("text", ["off", "'off'", "false"])
+def test_off_is_a_setting_although_yaml_reads_false(text):
+    assert load_config("quickstart", [f"engine.fp8={text}"]).engine.fp8 == "off"
+
+
 @pytest.mark.parametrize("text", ["1e-3", "1.e-3", "+1E-3", ".1e-2", "0.001"])
 def test_options_read_a_number_with_an_exponent(text):
     config = load_config("quickstart", [f"agent.options={{weight: {text}}}", f"data.options.share={text}"])

@@ -73,6 +73,10 @@ class Fp8(StrEnum):
     MXFP8 = "mxfp8"
     """By blocks of 32 numbers (`megatron`, on Blackwell)."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> Fp8 | None:
+        return cls.OFF if value is False else None  # as YAML reads off
+
 
 class Mtp(StrEnum):
     """Treatment of a folder's layers for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next)."""
