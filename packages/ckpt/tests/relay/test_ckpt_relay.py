@@ -397,6 +397,7 @@ def test_a_relay_that_is_killed_takes_nobody_with_it():
                 async for _ in waiting:
                     pass
             assert leaf.state is ReceiverState.POISONED
+            await asyncio.to_thread(relay.wait)  # until then the kernel may not have given its address back
             successor = await stack.enter_async_context(Relay(top, below, timeout_s=60))
             await successor.prepare()
             mine = blank()
