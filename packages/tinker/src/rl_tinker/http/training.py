@@ -193,13 +193,13 @@ async def _submit(call: Call, model: Model, seq: int, kind: Kind, *records: Mode
     return {"request_id": accepted.id, "model_id": model.id}
 
 
-async def _numbered(handler: Handler, number_of: Callable[[bytes], tuple[str, int]], call: Call) -> Any:
+async def _numbered(handler: Handler, read_number: Callable[[bytes], tuple[str, int]], call: Call) -> Any:
     """Answer a request about a model; one that is rejected uses up its number, for which later ones would wait."""
     try:
         return await handler(call)
     except RequestError as error:
         if error.status == RequestError.status:
-            await _use_number(call, *number_of(call.body), str(error))
+            await _use_number(call, *read_number(call.body), str(error))
         raise
 
 

@@ -110,7 +110,7 @@ class Arena:
                     self._back(number, nbytes)
                 except QueueFullError:
                     self._seal(number)
-                    self._drop([number])  # it has taken what room there was
+                    self._drop([number])  # it took the room that was left
                     raise
                 return Block(number, 0, self._segments[number].memory[:nbytes], is_alone=True)
             number = self._current

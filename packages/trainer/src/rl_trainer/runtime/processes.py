@@ -26,7 +26,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 DUMP_WAIT_S = 3.0
 _NUM_STACK_LINES = 60
 _NUM_NEW_OBJECTS = 100_000
-"""New objects that `rare_collections` lets come together before a collection."""
+"""Number of new objects between collections within `rare_collections`."""
 _IDLE = re.compile(r"(concurrent/futures/thread\.py|/ray/.*\.py)\"")
 """Top frames of threads that wait for work."""
 
@@ -44,13 +44,13 @@ def rare_collections() -> Generator[None]:
     Walking them again and again takes a fifth of the time until a run begins.
     """
     before = gc.get_threshold()
-    is_outermost = before[0] < _NUM_NEW_OBJECTS  # of several that overlap, in threads too, one restores
+    is_raised = 0 < before[0] < _NUM_NEW_OBJECTS  # 0 is off; of several that overlap, in threads too, one restores
     try:
-        if is_outermost:
+        if is_raised:
             gc.set_threshold(_NUM_NEW_OBJECTS, *before[1:])
         yield
     finally:
-        if is_outermost:
+        if is_raised:
             gc.set_threshold(*before)
 
 
